@@ -1,0 +1,470 @@
+"""
+Numbers of the public reference on tiny random models; the model must reproduce them.
+
+    pytest tests/test_golden.py                       # the copy in tests/data/golden
+    GOLDEN_DIR=<dir> pytest tests/test_golden.py      # any other set of that form (its README.md says what each file is)
+"""
+import json, math, os
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import model as M
+from codec import dequantize, fold, unfold
+
+GOLDEN = os.environ.get('GOLDEN_DIR', os.path.join(os.path.dirname(__file__), 'data', 'golden'))
+torch.set_num_threads(1)
+
+
+def js(name):
+    with open(os.path.join(GOLDEN, name + '.json'), encoding='utf-8') as f:
+        return json.load(f)
+
+
+def tensors(name):
+    return load_file(os.path.join(GOLDEN, name + '.safetensors'))
+
+
+def close(got, want, rel=1e-5, what=''):
+    """Relative to the largest entry of the expected tensor."""
+    got, want = torch.as_tensor(got).double(), torch.as_tensor(want).double()
+    assert got.shape == want.shape, (what, got.shape, want.shape)
+    err = (got - want).abs().max() / want.abs().max().clamp(min=1e-12)
+    assert err <= rel, f'{what}: relative error {err:.2e}'
+
+
+@pytest.fixture(scope='module')
+def model():
+    return M.load_checkpoint(os.path.join(GOLDEN, 'checkpoint'))[0]
+
+
+def levels(model):
+    return model.cfg.codec['fsq_levels']
+
+
+def golden_rows(model, fw, duplicate_last=False, ref=True, force_null=None):
+    """The batch of forward.safetensors as rows, without its padding (or with the reference's repeated last frame)."""
+    width = fw['in.text_ids'].shape[1]
+    rows = []
+    for b, clip in enumerate(js('forward')['clips']):
+        mask = fw['in.attention_mask'][b].bool()
+        n = clip['frames'] + duplicate_last
+        if duplicate_last:
+            assert n == mask[width:].sum()
+        channels = torch.stack([fw[f'in.level_audio_{k}'][b, :n] for k in range(len(model.cfg.levels))], -1)
+        row = {'text': fw['in.text_ids'][b][mask[:width]].tolist(), 'codes': fold(channels, levels(model)).numpy()}
+        if ref:
+            null = bool(fw['in.force_null'][b]) if force_null is None else force_null
+            row |= {'ref': fold(fw['in.ref_codes'][b][fw['in.ref_mask'][b]], levels(model)).numpy(), 'null': bool(fw['in.force_null'][b]),
+                    'drop': null, 'speaker': int(fw['in.speaker_ints'][b])}
+        rows.append(row)
+    return rows
+
+
+def padded_positions(rows, model, fw, prefix):
+    """Positions of the reference's left-padded layout: the gap between prefix and text counts."""
+    width = fw['in.text_ids'].shape[1]
+
+    def position(i, length):
+        t = len(rows[i]['text'])
+        return np.concatenate((np.arange(prefix), np.arange(prefix + width - t, prefix + width + len(rows[i]['codes']))))
+    return position
+
+
+def hidden_of(model, batch):
+    seen = []
+    hook = model.model.register_forward_hook(lambda m, i, o: seen.append(o))
+    out = model(batch)
+    hook.remove()
+    return out, seen[0]
+
+
+def channel_logits(model, h):
+    x = model.code_logits(h)
+    return [x[:, k, :n] for k, n in enumerate(model.cfg.levels)]
+
+
+# ------------------------------------------------------------------ codec arithmetic and text layout
+
+def test_codec_ops():
+    j = js('codec_ops')
+    packed, lv = torch.tensor(j['packed']).T, j['fsq_levels']
+    channels = torch.tensor(j['unfolded']).T
+    assert torch.equal(unfold(packed, lv), channels)
+    assert torch.equal(fold(channels, lv).long(), packed)
+    assert torch.equal(dequantize(channels, lv), torch.tensor(j['dequantized']))
+    for key, table in j['dequantize_table_per_dim'].items():
+        d, n = int(key.split('_')[1]), int(key.split('_')[3])
+        codes = torch.zeros(n, len(lv) * j['num_layers'], dtype=torch.long)
+        codes[:, d] = torch.arange(n)
+        close(dequantize(codes, lv)[:, d], torch.tensor(table), 1e-7, key)
+
+
+def test_text_layout():
+    j = js('text_layout')
+    for table in j['tables']:
+        for r in table['rows']:
+            ids = r.get('ids', [7] * r['n'])                # some rows give lengths only
+            copies = M.repeats(r['n'], table['config'])
+            got = M.layout(ids, j['special_ids'], copies)
+            assert (copies, len(got)) == (r['R'], r['layout_length'])
+            assert got == r.get('layout', got)
+
+
+def test_training_coin_flip():
+    for c in js('text_layout')['training_coin_flip']['cases']:
+        rep = {'enabled': True, 'target_text_tokens': 16, 'apply_below': 13, 'max_repeats': 8, 'mixed_keep_prob': c['mixed_keep_prob']}
+        draws = []
+        got = {M.training_repeats(c['n'], rep, lambda u=u: draws.append(u) or u) for u in (0.0, 0.1, 0.5, 0.9, 0.999)}
+        assert got == set(c['allowed_R']) and len(draws) == 5 * c['draws_consumed']
+
+
+# ------------------------------------------------------------------ forward, losses, gradients
+
+@pytest.mark.parametrize('case', ['eval', 'eval_without_ref', 'eval_all_null'])
+def test_forward_padded_positions(model, case):
+    fw = tensors('forward')
+    ref = case != 'eval_without_ref'
+    rows = golden_rows(model, fw, duplicate_last=True, ref=ref, force_null=True if case == 'eval_all_null' else None)
+    prefix = model.cfg.num_queries if ref else 0
+    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, prefix))
+    with torch.no_grad():
+        out, h = hidden_of(model, batch)
+        logits, stop = channel_logits(model, h), model.stop_head(h)
+    real = fw['in.attention_mask'].bool()
+    tail = torch.cat([torch.arange(int(a) + prefix, int(b)) for a, b in zip(batch['cu_seqlens'][:-1], batch['cu_seqlens'][1:])])
+    for k, got in enumerate(logits):
+        key = f'{case}.logits.level_audio_{k}'
+        if key in fw:
+            close(got[tail], fw[key][real], what=key)
+    close(stop[tail], fw[f'{case}.logits_stop'][real], what='stop')
+    if case == 'eval':
+        shown = torch.cat((torch.ones(len(rows), prefix, dtype=torch.bool), real), 1)
+        close(h, fw['eval.hidden_with_prefix'][shown], what='hidden')
+        audio = torch.stack([fw[f'in.level_audio_{k}'] for k in range(len(model.cfg.levels))], -1)
+        close(model.frame_embedding(audio), fw['eval.audio_frame_embeddings'], what='frame embedding')
+
+
+def total_loss(model, out, batch, rows, step, hyper, **kw):
+    n = sum(len(r['codes']) for r in rows)
+    weight = {k: M.ramp(step, hyper[k]['weight'], hyper[k]['warmup_start'], hyper[k]['ramp_steps']) for k in ('diversity', 'supcon')}
+    count = kw.pop('count', {'frames': n, 'stops': n + len(rows), 'rows': len(rows)})
+    return M.losses(out, batch, model.cfg, count, weight['diversity'], weight['supcon'], **kw), weight
+
+
+def check_parts(r, weight, want):
+    parts = {'total': r['total'], 'stop': r['stop'], 'diversity_raw': r.get('diversity'), 'supcon_raw': r.get('supcon'),
+             'diversity_weight': weight.get('diversity'), 'supcon_weight': weight.get('supcon')}
+    if 'diversity' in r:
+        parts |= {f'{k}_weighted': weight[k] * r[k] for k in ('diversity', 'supcon')}
+    parts |= {f'level_{k}': v for k, v in enumerate(r['level'])}
+    seen = 0
+    for key, value in want.items():
+        if key in parts:
+            assert float(parts[key]) == pytest.approx(value, rel=1e-5, abs=1e-6), key
+            seen += 1
+    assert seen >= 2
+
+
+def published_grads(model):
+    """Gradients under published names; a parameter without gradient counts as zero."""
+    grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
+    return M.published(grads, model.cfg)
+
+
+def check_grads(model, norms, prefix='', full=None, skip=()):
+    grads = published_grads(model)
+    for name, want in norms.items():
+        if name not in skip:
+            assert float(grads[name].norm()) == pytest.approx(want or 0.0, rel=1e-4, abs=1e-7), name
+    for key, want in (full or {}).items():
+        if key.startswith(prefix):
+            close(grads[key.removeprefix(prefix)], want, 1e-4, key)
+
+
+def test_losses_and_gradients_padded(model):
+    fw, j = tensors('forward'), js('forward')
+    rows = golden_rows(model, fw)
+    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries))
+    out = model(batch)
+    r, w = total_loss(model, out, batch, rows, 0, j['hyperparameters'])
+    check_parts(r, w, {k: v for k, v in j['eval_losses'].items() if 'weight' not in k})
+    for name, want in (j['train'] | j['train_schedule_edges_no_gradients']).items():
+        step = want['global_step']
+        model.zero_grad()
+        out = model(batch)
+        r, w = total_loss(model, out, batch, rows, step, j['hyperparameters'])
+        check_parts(r, w, want)
+        if 'grad_norms' in want:
+            r['total'].backward()
+            check_grads(model, want['grad_norms'], 'grad_step100.', fw if step == 100 else None)
+            norm = torch.stack([g.norm() for g in published_grads(model).values()]).norm()
+            assert float(norm) == pytest.approx(want['grad_norm_all_params'], rel=1e-4)
+
+
+@pytest.mark.parametrize('case', ['eval_losses_without_ref_codes', 'eval_losses_every_row_forced_null'])
+def test_losses_other_prefixes(model, case):
+    fw, want = tensors('forward'), js('forward')[case]
+    ref = 'null' in case
+    rows = golden_rows(model, fw, ref=ref, force_null=True if ref else None)
+    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries if ref else 0))
+    with torch.no_grad():
+        r, w = total_loss(model, model(batch), batch, rows, 0, js('forward')['hyperparameters'])
+    check_parts(r, w, {k: v for k, v in want.items() if k != 'how'})
+
+
+def test_rows_packed(model):
+    """The packed truth: each row as if it ran alone."""
+    fw, rw, j = tensors('forward'), tensors('rows'), js('rows')
+    rows = golden_rows(model, fw)
+    batch = M.pack(rows, model.cfg)
+    model.zero_grad()
+    out, h = hidden_of(model, batch)
+    logits, stop = channel_logits(model, h), model.stop_head(h)[:, 0]
+    for b, r in enumerate(rows):
+        tail = slice(int(batch['last_at'][b]) - len(r['codes']), int(batch['last_at'][b]) + 1)
+        close(stop[tail].detach(), rw[f'row{b}.logits_stop'], what=f'row {b} stop')
+        for k, got in enumerate(logits):
+            if f'row{b}.logits.level_audio_{k}' in rw:
+                close(got[tail].detach(), rw[f'row{b}.logits.level_audio_{k}'], what=f'row {b} channel {k}')
+    n = sum(len(r['codes']) for r in rows)
+    assert (n, n + len(rows)) == (j['valid_targets_per_head'], j['valid_stop_targets'])
+    r, w = total_loss(model, out, batch, rows, 100, js('forward')['hyperparameters'])
+    check_parts(r, w, j)
+    r['total'].backward()
+    check_grads(model, j['grad_norms'], 'grad.', rw)
+
+
+@pytest.mark.parametrize('case', ['one_head_all_ignored', 'stop_all_ignored', 'every_head_and_stop_ignored'])
+def test_head_without_targets_adds_zero(model, case):
+    fw, j = tensors('forward'), js('nanguard')[case]
+    rows = golden_rows(model, fw)
+    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries))
+    for step, want in ((0, j['eval']), (100, j['train_step_100'])):
+        model.zero_grad()
+        out = model(batch)
+        codes, stop = out['codes'].clone(), M.stop_target(out)
+        for name in j['overwritten']:
+            if name == 'labels_stop':
+                stop[:] = -100
+            else:
+                codes[:, int(name.rsplit('_', 1)[1])] = -100
+        count = {'frames': (codes >= 0).sum(0), 'stops': (stop >= 0).sum(), 'rows': len(rows)}
+        r, w = total_loss(model, out, batch, rows, step, js('forward')['hyperparameters'], count=count, codes=codes, stop=stop)
+        assert float(r['total']) == pytest.approx(want['total'], rel=1e-5, abs=1e-6)
+        check_parts(r, w, want)
+        if step:
+            r['total'].backward()
+            check_grads(model, want['grad_norms'])
+
+
+def test_prefix(model):
+    pre = tensors('prefix')
+    with torch.no_grad():
+        prefix, q = model.speaker_prefix(pre['ref_codes'], pre['ref_mask'])
+        close(dequantize(pre['ref_codes'], levels(model)), pre['dequantized_ref'], what='dequantize')
+        close(prefix, pre['prefix'], what='prefix')
+        close(q, pre['q_normed'], what='q')
+        close(torch.where(pre['force_null'][:, None, None], model.null_prefix, prefix), pre['prefix_after_forced_null'], what='null')
+        unit = torch.nn.functional.normalize
+        close(unit(q.mean(1), dim=-1), pre['supcon_features_unprojected_normalized'], what='features')
+        close(unit(model.supcon_head(q.mean(1)), dim=-1), pre['supcon_features_projected_normalized'], what='projected')
+
+
+def test_supcon():
+    t = tensors('supcon')
+    for name, want in js('supcon').items():
+        if not isinstance(want, dict) or f'{name}.features' not in t:
+            continue
+        x = t[f'{name}.features'].requires_grad_()
+        loss, stats = M.supcon(x, torch.tensor(want['speaker_ints']), torch.tensor(want['force_null']), want['temperature'])
+        assert float(loss) == pytest.approx(want['loss'], rel=1e-5, abs=1e-7), name
+        for ours, theirs in (('positive', 'supcon_pos_sim_mean'), ('negative', 'supcon_neg_sim_mean'), ('anchors', 'supcon_n_anchors'),
+                             ('positives_per_anchor', 'supcon_n_positives_avg')):
+            assert float(stats[ours]) == pytest.approx(want['diagnostics'][theirs], rel=1e-5, abs=1e-6), (name, ours)
+        loss.backward()
+        close(x.grad, t.get(f'{name}.features_grad', torch.zeros_like(x)), 1e-4, name)
+
+
+# ------------------------------------------------------------------ preference training
+
+def dpo_rows(model, t, prefix=True):
+    rows = []
+    for i, tr in enumerate(js('dpo')['trajectories']):
+        rows.append({'text': t[f'text_ids_{i}'].tolist(), 'codes': fold(t[f'tokens_{i}'].T, levels(model)).numpy()})
+        if prefix:
+            rows[-1]['prefix'] = t[f'prefix_{i}']
+    return rows, torch.tensor([tr['truncated'] for tr in js('dpo')['trajectories']])
+
+
+def test_trajectory_logprob(model):
+    t, j = tensors('dpo'), js('dpo')
+    rows, truncated = dpo_rows(model, t)
+    for key, want in j.items():
+        if not key.startswith('logprobs_p_floor'):
+            continue
+        floor = float(key.split('_')[3])
+        shift = float(key.rsplit('_', 1)[1]) if 'shifted' in key else 0.0
+        batch = M.pack(rows, model.cfg)
+        with torch.no_grad():
+            out = model(batch)
+            out['stop_logits'] = out['stop_logits'] + shift
+            tokens, stop, frames = M.trajectory_logprob(out, batch, truncated, floor)
+        rel = 3e-5 if shift > 0 else 1e-5
+        close(tokens, torch.tensor(want['logp_tokens']), what=key)
+        for got, w in zip(stop.tolist(), want['logp_stop']):
+            assert got == pytest.approx(w, rel=rel, abs=1e-5), key
+        assert frames.tolist() == want['n_frames']
+    want = j['logprobs_no_prefix']
+    rows, truncated = dpo_rows(model, t, prefix=False)
+    rows, truncated = [rows[i] for i in want['trajectories']], truncated[want['trajectories']]
+    batch = M.pack(rows, model.cfg)
+    with torch.no_grad():
+        tokens, stop, frames = M.trajectory_logprob(model(batch), batch, truncated)
+    close(tokens, torch.tensor(want['logp_tokens']), what='no prefix')
+    close(stop, torch.tensor(want['logp_stop']), what='no prefix stop')
+    want = j['logprobs_p_floor_1e-4']
+    parts = [torch.tensor(want[k]) for k in ('logp_tokens', 'logp_stop', 'n_frames')]
+    for c in j['combined']:
+        close(M.combine(*parts, c['stop_term_weight'], c['length_normalize']), torch.tensor(c['values']), what=str(c))
+
+
+def combined(parts, c):
+    if isinstance(parts, list):
+        parts = {k: [p[k] for p in parts] for k in ('logp_tokens', 'logp_stop', 'n_frames')}
+    return M.combine(*(torch.tensor(parts[k], dtype=torch.float32) for k in ('logp_tokens', 'logp_stop', 'n_frames')),
+                     c['stop_term_weight'], c['length_normalize'])
+
+
+def test_dpo_loss():
+    j = js('dpo')
+    p = j['pairs']
+    for c in j['dpo_loss']:
+        ref = [combined(p[k], c) for k in ('ref_chosen', 'ref_rejected')]
+        close(ref[0], torch.tensor(c['ref_chosen_combined']))
+        close(ref[1], torch.tensor(c['ref_rejected_combined']))
+        pi = [combined(p[k], c) for k in ('policy_chosen', 'policy_rejected')]
+        loss, margin = M.dpo_loss(*pi, *ref, c['beta'], torch.tensor(p['weights']) if c['weighted'] else None)
+        m = c['metrics']
+        assert float(loss) == pytest.approx(c['loss'], rel=1e-5, abs=1e-7 * float(sum(x.abs().max() for x in (*pi, *ref))) * c['beta'])
+        assert float((margin > 0).float().mean()) == pytest.approx(m['acc'], rel=1e-5)
+        assert float((pi[0] - pi[1]).mean()) == pytest.approx(m['margin'], rel=1e-4)
+        assert float(pi[0].mean()) == pytest.approx(m['pi_chosen'], rel=1e-5)
+        assert float(pi[1].mean()) == pytest.approx(m['pi_rejected'], rel=1e-5)
+    for c in j['reward_gap_weights']['cases']:
+        got = M.gap_weights(torch.tensor(j['reward_gap_weights']['margins']), c['mode'], c['scale'], c['max'])
+        assert got is None if c['weights'] is None else got.tolist() == pytest.approx(c['weights'], rel=1e-5)
+
+
+@pytest.mark.parametrize('shift', [0.0, -15.0])
+def test_dpo_gradients(model, shift):
+    """Where a stop probability is saturated the reference's clamp cuts its gradient; ours passes it on purpose, so
+    with the shifted stop head only the loss is the reference's, and the stop head must get a gradient."""
+    t, j = tensors('dpo'), js('dpo')
+    want = j['gradients_plain'] if shift == 0 else j['gradients_stop_bias_shifted_-15']
+    c = {'stop_term_weight': 1.0, 'length_normalize': True}
+    rows, truncated = dpo_rows(model, t)
+    p = j['pairs']
+    model.zero_grad()
+    batch = M.pack(rows, model.cfg)
+    out = model(batch)
+    out['stop_logits'] = out['stop_logits'] + shift
+    pi = M.combine(*M.trajectory_logprob(out, batch, truncated))
+    loss, _ = M.dpo_loss(pi[p['chosen']], pi[p['rejected']], combined(p['ref_chosen'], c), combined(p['ref_rejected'], c),
+                         2.0, torch.tensor(p['weights']))
+    assert float(loss) == pytest.approx(want['loss'], rel=1e-5)
+    loss.backward()
+    if shift == 0:
+        check_grads(model, want['grad_norms'], 'grad.', t)
+    else:
+        assert want['grad_norms']['stop_head.weight'] == 0.0
+        assert model.stop_head.weight.grad.norm() > 1e-2
+
+
+# ------------------------------------------------------------------ generation
+
+@pytest.mark.parametrize('together', [False, True])
+def test_generate(model, together):
+    """Each run alone, then the runs with equal settings as one batch: the same codes."""
+    j, fw = js('generate'), tensors('forward')
+    cases = []
+    for name, c in j['cases'].items():
+        a = dict(c['arguments'])
+        if a.get('cfg_frames', 0) is None:
+            a['cfg_frames'] = 0                              # ours: 0 = every frame
+        elif 'cfg_scale' in a and a.get('cfg_frames') == 0:
+            a = {k: v for k, v in a.items() if not k.startswith('cfg')}      # theirs: 0 = unguided
+        if 'cfg_uncond_mode' in a:
+            a['uncond'] = a.pop('cfg_uncond_mode')
+        prefix = None
+        if c['ref']:
+            n = c['ref']['ref_length']
+            ref = fw['in.ref_codes'][c['ref']['row_of_forward_ref_codes']][None, :n]
+            with torch.no_grad():
+                prefix = model.speaker_prefix(ref, torch.ones(1, n, dtype=torch.bool))[0]
+        ids = M.layout(c['prompt_ids'], j['special_ids'], M.repeats(len(c['prompt_ids']), j['text_layout']))
+        assert ids == c['laid_out_text_ids'], name
+        cases.append((name, c, ids, prefix, a))
+    if together:
+        groups = {}
+        for case in cases:
+            groups.setdefault(json.dumps([case[4], case[3] is None], sort_keys=True), []).append(case)
+        groups = list(groups.values())
+        # the caps of these runs differ only where nothing else does: batch the plain ones too, one cap a row
+        plain = [c for c in cases if set(c[4]) == {'top_k', 'temperature', 'max_frames', 'stop_threshold'} and c[4]['stop_threshold'] == 0.9999]
+        for want_ref in (True, False):
+            g = [c for c in plain if (c[3] is not None) == want_ref]
+            groups.append([(n, c, ids, p, a | {'max_frames': [x[4]['max_frames'] for x in g]}) for n, c, ids, p, a in g])
+    else:
+        groups = [[c] for c in cases]
+    for group in groups:
+        prefix = None if group[0][3] is None else torch.cat([c[3] for c in group])
+        got = M.generate(model, [c[2] for c in group], prefix, **group[0][4])
+        for (name, c, *_), g in zip(group, got):
+            assert g['codes'].T.tolist() == c['codes'], name
+            assert g['ended_by'] == c['ended_by'], name
+            assert len(g['codes']) == c['n_frames']
+            assert g['stop_probs'] == pytest.approx(c['stop_probs'], rel=1e-4, abs=1e-6), name
+
+
+# ------------------------------------------------------------------ parameters and checkpoints
+
+def test_optim_groups(model):
+    """Groups and multipliers are the reference's; the decay split is ours."""
+    j = js('optim_groups')
+    groups = M.param_groups(model, j['base_lr'], j['multipliers'], j['weight_decay'])
+    for name, where in j['parameters'].items():
+        if not where.startswith('not optimized'):
+            assert M.group_of(name) == where.split('/')[0], name
+    lr = {g['group'].split('/')[0]: g['lr'] for g in j['groups_in_order']}
+    assert {g['name']: g['lr'] for g in groups} == pytest.approx(lr)
+    for name in j['lora_run_q_v_last_1_layer']:
+        assert M.group_of(name) == 'backbone'
+    assert sum(p.numel() for g in groups for p in g['params']) == sum(g['n_elements'] for g in j['groups_in_order'])
+    no_decay = {id(p) for g in groups if g['weight_decay'] == 0 for p in g['params']}
+    for name, p in model.named_parameters():
+        if p.dim() < 2 or name in ('null_prefix', 'ref_compressor.queries'):
+            assert id(p) in no_decay, name
+
+
+def test_checkpoint_round_trip(model, tmp_path):
+    """What we write has the published names and values, and loads again."""
+    path = str(tmp_path / 'checkpoint-1')
+    M.save_checkpoint(path, model.state_dict(), model.cfg, None, {'step': 1})
+    want, got = tensors('checkpoint/model'), load_file(path + '/model.safetensors')
+    assert want.keys() == got.keys()
+    assert all(torch.equal(want[k], got[k]) for k in want)
+    theirs, ours = js('checkpoint/gepard_config'), M.read_json(path + '/gepard_config.json')
+    for key in ('audio_heads', 'audio_embed_dim', 'special_tokens', 'stop_loss_weight', 'stop_pos_weight', 'codec', 'text_repetition', 'model_dtype'):
+        assert ours[key] == theirs[key], key
+    assert list(ours['audio_heads']) == list(theirs['audio_heads'])
+    assert ours['voice_cloning']['compressor'] == theirs['voice_cloning']['compressor']
+    for key in ('vocab_size', 'hidden_size', 'layer_types', 'rope_parameters', 'partial_rotary_factor', 'head_dim', 'rms_norm_eps'):
+        assert ours['backbone_config'][key] == theirs['backbone_config'][key], key
+        assert M.read_json(path + '/config.json')[key] == theirs['backbone_config'][key], key
+    again, _ = M.load_checkpoint(path)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
+    with pytest.raises(FileExistsError):
+        M.save_checkpoint(path, model.state_dict(), model.cfg, None, {})
