@@ -1,0 +1,598 @@
+"""
+Trains the base model on a corpus made by prepare.py.
+
+    python pretrain.py config/tiny.py                                              # one process: CPU or one GPU
+    torchrun --nproc_per_node=4 pretrain.py config/pretrain.py                     # one node, FSDP2
+    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=<host>:29500 pretrain.py config/pretrain.py
+
+Written to out_dir: checkpoint-<step>/ (a whole checkpoint that sample.py speaks from, with resume.pt beside the weights),
+metrics.jsonl, curves.png, samples/step-<n>/ (prompts spoken at each evaluation). Started again, it goes on from the newest
+checkpoint; another number of ranks is fine. SIGTERM saves and ends with exit code 0.
+At step 0 the code loss is 60.9 (sum of ln L over 32 channels: every code equally likely).
+"""
+import json, math, os, signal, sys, time
+
+# -----------------------------------------------------------------------------
+out_dir = 'out/pretrain'
+data = 'data/corpus'            # corpus folder from prepare.py; codec, tokenizer and special tokens come from it
+# model
+init_from = 'nineninesix/qwen3_5-full-attn-only-14'     # Qwen3.5 backbone, Hub name or folder; 'scratch' = random, shape below
+hidden_size = 1024              # shape of a 'scratch' backbone; else these eight come from init_from
+intermediate_size = 3584
+num_hidden_layers = 14
+num_attention_heads = 8
+num_key_value_heads = 2         # divides the heads
+head_dim = 256
+rope_theta = 1e7
+max_position_embeddings = 32768
+audio_embed_dim = 32            # width of each of the 32 code tables
+num_queries = 8                 # speaker prefix vectors; 0 = no voice cloning
+prefix_layers = 2
+prefix_heads = 8
+prefix_dropout = 0.1
+stop_loss_weight = 2.0
+stop_pos_weight = 25.0          # one stop stands against some hundred non-stops
+# batches: P speakers x K clips + M null rows with voice cloning (per rank and micro-batch), batch_size plain rows without
+batch_size = 64                 # rows; must equal P*K + M with voice cloning
+P = 16
+K = 3                           # clips a speaker: SupCon needs at least 2
+M = 16                          # rows that train the null prefix
+null_prob = 0.15                # further rows that get the null prefix at random; 0 = none
+ref_min_seconds = 3.0           # a reference is a random crop of another clip of the speaker,
+ref_max_seconds = 15.0          # this long where the clip allows
+gradient_accumulation = 2       # micro-batches a step
+epochs = 8
+max_steps = 0                   # ends earlier; 0 = as many as the epochs give
+# regularizers of the speaker prefix; weight 0 = off. w(t) = weight * clamp((t - start) / ramp, 0, 1)
+diversity_weight = 0.3
+diversity_ramp = 1500           # steps
+supcon_weight = 0.3
+supcon_ramp = 500               # steps
+reg_start = 1000                # step
+# optimizer: AdamW, cosine to 0 after linear warmup
+learning_rate = 9e-4
+lr_audio = 0.5                  # multipliers: tables, frame MLP, code and stop heads
+lr_embed = 0.2                  # text embedding
+lr_ref = 0.1                    # Q-Former, null prefix, SupCon head
+warmup_steps = 500
+weight_decay = 0.0              # norms, biases, queries and null prefix never decay
+beta1 = 0.9
+beta2 = 0.999
+grad_clip = 3.0                 # global norm; 0 = off
+max_bad_steps = 10              # so many steps in a row with a non-finite gradient end the run; each is skipped and named
+# evaluation, logging, saving
+eval_interval = 500             # steps; 0 = never
+eval_batches = 8                # of batch_size held-out rows each
+speak = ()                      # texts spoken at each evaluation, e.g. ('hello there',); () = none
+speak_temperature = 0.4
+log_interval = 10               # steps; the only time the host waits for the device
+save_interval = 1000            # steps
+keep_checkpoints = 2            # older ones go once a new one is whole; 0 = keep all
+resume = True                   # False: refuse to start where checkpoints lie
+wandb_project = ''              # '' = off
+# system
+device = 'auto'                 # 'auto' = cuda where there is one
+dtype = 'auto'                  # compute: 'auto' = bfloat16 on cuda, float32 on cpu; masters are always float32
+compile = False                 # torch.compile; on a GPU worth its start-up after a few hundred steps
+num_workers = 2                 # processes that pack batches ahead; 0 = in this process
+seed = 1337
+# -----------------------------------------------------------------------------
+from configurator import configure
+config = configure(globals())
+
+
+def validate():
+    """Cross-field rules, before torch is imported."""
+    bad = []
+    rule = lambda ok, text: ok or bad.append(text)
+    for name in ('batch_size', 'gradient_accumulation', 'epochs', 'log_interval', 'save_interval', 'learning_rate', 'K', 'max_bad_steps',
+                 'ref_min_seconds', 'stop_loss_weight', 'stop_pos_weight', 'hidden_size', 'num_hidden_layers', 'audio_embed_dim'):
+        rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
+    for name in ('max_steps', 'warmup_steps', 'eval_interval', 'num_workers', 'grad_clip', 'weight_decay', 'P', 'M', 'num_queries', 'keep_checkpoints',
+                 'diversity_weight', 'supcon_weight', 'lr_audio', 'lr_embed', 'lr_ref', 'speak_temperature', 'reg_start'):
+        rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
+    for name in ('null_prob', 'prefix_dropout'):
+        rule(0 <= config[name] < 1, f'{name} must be in [0, 1), got {config[name]}')
+    rule(ref_max_seconds >= ref_min_seconds, f'ref_max_seconds {ref_max_seconds} is below ref_min_seconds {ref_min_seconds}')
+    rule(not eval_interval or eval_batches > 0, 'eval_batches must be above 0 when eval_interval is')
+    rule(num_attention_heads % num_key_value_heads == 0, f'num_key_value_heads {num_key_value_heads} does not divide num_attention_heads {num_attention_heads}')
+    rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
+    rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
+    if num_queries:
+        rule(batch_size == P * K + M, f'batch_size {batch_size} must equal P*K + M = {P}*{K} + {M} = {P * K + M}')
+        rule(not supcon_weight or (P >= 2 and K >= 2), f'SupCon (supcon_weight {supcon_weight}) needs P >= 2 and K >= 2, got P {P}, K {K}')
+        rule(init_from != 'scratch' or hidden_size % prefix_heads == 0, f'prefix_heads {prefix_heads} does not divide hidden_size {hidden_size}')
+    else:
+        rule(not supcon_weight, f'supcon_weight {supcon_weight} needs voice cloning (num_queries > 0)')
+    try:
+        meta = json.load(open(os.path.join(data, 'meta.json'), encoding='utf-8'))
+        least = meta['settings']['min_clips_per_speaker']
+        rule(not num_queries or least >= K, f'K {K} is above the min_clips_per_speaker {least} that {data} was built with')
+    except FileNotFoundError:
+        rule(False, f'data: {data}/meta.json does not exist (make it with prepare.py)')
+    except (ValueError, KeyError) as e:
+        rule(False, f'data: {data}/meta.json is not a corpus description ({e})')
+    if bad:
+        if os.environ.get('RANK', '0') == '0':
+            print('pretrain.py: ' + '; '.join(bad), file=sys.stderr)
+        sys.exit(2)
+
+validate()
+
+import heapq, shutil, subprocess
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+import model as M_                # M is a config key
+from prepare import Corpus, encode_text, load_tokenizer
+
+# ---- setup
+
+ddp = 'RANK' in os.environ
+rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+if device == 'auto':
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
+if device == 'cuda':
+    torch.cuda.set_device(local_rank)
+    torch.set_float32_matmul_precision('high')
+if ddp:
+    dist.init_process_group('nccl' if device == 'cuda' else 'gloo')
+say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
+
+
+def fail(message):
+    if rank == 0:
+        print(f'pretrain.py: {message}', file=sys.stderr, flush=True)
+    if ddp:
+        dist.destroy_process_group()
+    sys.exit(2)
+
+
+def all_sum(x):
+    if ddp:
+        dist.all_reduce(x)
+    return x
+
+# ---- data
+
+try:
+    corpus = Corpus(data)
+except (ValueError, OSError) as e:
+    fail(e)
+meta = corpus.meta
+frame_rate = meta['codec']['sample_rate'] / meta['codec']['hop']        # 21.533, not the 21.5 of published configs
+rows, speaker_of = corpus.rows, corpus.rows['speaker']
+train_rows, val_rows = corpus.split('train'), corpus.split('val')
+
+
+def clips_by_speaker(numbers):
+    """{speaker: row numbers}, null rows left out."""
+    numbers = numbers[speaker_of[numbers] >= 0]
+    numbers = numbers[np.argsort(speaker_of[numbers], kind='stable')]
+    names, starts = np.unique(speaker_of[numbers], return_index=True)
+    return dict(zip(names.tolist(), np.split(numbers, starts[1:])))
+
+clips, all_clips = clips_by_speaker(train_rows), clips_by_speaker(np.arange(len(rows)))
+if num_queries and len(clips) < P:
+    fail(f'P {P} speakers a batch, but {data} has {len(clips)} with training clips: lower P')
+if len(train_rows) < batch_size:
+    fail(f'batch_size {batch_size}, but {data} has {len(train_rows)} training rows')
+
+
+def plan_epoch(epoch):
+    """Row numbers of every micro-batch of an epoch, the same for any number of ranks -> int64 [micro-batches, batch_size].
+    ~row (negative) is a row that gets the null prefix. Each row with a speaker comes about once: a speaker's clips are
+    dealt into groups of K, and each batch takes a group of the P speakers that have most groups left."""
+    rng = np.random.default_rng([seed, epoch])
+    if not num_queries:
+        order = rng.permutation(train_rows)
+        return order[:len(order) // batch_size * batch_size].reshape(-1, batch_size)
+    groups = {s: list(np.resize(rng.permutation(c), -(-len(c) // K) * K).reshape(-1, K)) for s, c in clips.items()}
+    heap = [(-len(g), rng.random(), s) for s, g in groups.items()]
+    heapq.heapify(heap)
+    batches = []
+    while heap:
+        batch, taken = [], []
+        while len(batch) < P and heap:
+            n, _, s = heapq.heappop(heap)
+            batch.append(groups[s].pop())
+            taken.append((n + 1, s))
+        while len(batch) < P:           # the epoch's tail: any group again
+            s = list(clips)[rng.integers(len(clips))]
+            batch.append(rng.permutation(np.resize(clips[s], max(K, len(clips[s]))))[:K])
+        for n, s in taken:
+            if n < 0:
+                heapq.heappush(heap, (n, rng.random(), s))
+        batches.append(np.concatenate(batch))
+    batches = np.stack(batches)[rng.permutation(len(batches))]
+    pool = train_rows[speaker_of[train_rows] < 0]
+    pool = pool if len(pool) else train_rows                            # no null rows in the corpus: any row, without its voice
+    nulls = np.resize(rng.permutation(pool), len(batches) * M).reshape(-1, M)
+    return np.concatenate((batches, ~nulls), 1)
+
+
+def reference(i, by_speaker, rng):
+    """Codes [t, 8] that give row i its voice: a crop of another clip of the speaker; of itself only where there is no other."""
+    others = by_speaker[int(speaker_of[i])]
+    others = others[others != i]
+    long = others[rows['frame_len'][others] >= ref_min_seconds * frame_rate]
+    pool = long if len(long) else others
+    codes = corpus.codes(pool[rng.integers(len(pool))] if len(pool) else i)
+    n = int(rng.uniform(ref_min_seconds, ref_max_seconds) * frame_rate)
+    if len(codes) > n and (len(pool) or len(codes) >= 6 * frame_rate):
+        start = rng.integers(len(codes) - n + 1)
+        codes = codes[start:start + n]
+    return codes
+
+
+def make_batch(numbers, by_speaker, rng, train=True):
+    """Row numbers (~row = forced null) -> packed batch."""
+    out = []
+    for number in numbers.tolist():
+        i = number if number >= 0 else ~number
+        row = {'text': M_.layout(corpus.text(i).tolist(), cfg.special_tokens), 'codes': corpus.codes(i)}
+        if num_queries:
+            null = number < 0 or speaker_of[i] < 0
+            row |= {'null': null, 'speaker': -1 if null else speaker_of[i], 'ref': None if null else reference(i, by_speaker, rng),
+                    'drop': train and rng.random() < null_prob}
+        out.append(row)
+    return M_.pack(out, cfg)
+
+
+class Batches(torch.utils.data.Dataset):
+    """The micro-batches of one epoch; randomness depends on seed, epoch and number alone, not on ranks or workers."""
+    def __init__(self, plan, epoch):
+        self.plan, self.epoch = plan, epoch
+
+    def __getitem__(self, n):
+        return make_batch(self.plan[n], clips, np.random.default_rng([seed, self.epoch, int(n)]))
+
+
+def loader(epoch, start):
+    """This rank's micro-batches of an epoch from position `start` on: ranks take turns."""
+    plan = plan_epoch(epoch)
+    each = world * gradient_accumulation
+    numbers = range(start + rank, start + (len(plan) - start) // each * each, world)
+    return iter(torch.utils.data.DataLoader(Batches(plan, epoch), batch_size=None, sampler=numbers, num_workers=num_workers,
+                                            pin_memory=device == 'cuda', prefetch_factor=4 if num_workers else None))
+
+
+def to_device(batch):
+    return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
+
+# ---- model
+
+special = meta['special_tokens']
+audio = dict(
+    levels=list(meta['codec']['levels']) * meta['codec']['groups'], audio_embed_dim=audio_embed_dim, num_queries=num_queries,
+    prefix_layers=prefix_layers, prefix_heads=prefix_heads, prefix_dropout=prefix_dropout, null_prob=null_prob, stop_loss_weight=stop_loss_weight,
+    stop_pos_weight=stop_pos_weight, supcon_dim=128 if num_queries and supcon_weight else 0, supcon_hidden=128 if num_queries and supcon_weight else 0,
+    special_tokens={'tokeniser_length': meta['tokenizer']['length'], **special},
+    codec=dict(num_layers=meta['codec']['groups'], fsq_levels=list(meta['codec']['levels']), do_unfold=True, frame_rate_hz=21.5,
+               codec_id=meta['codec']['id'], sample_rate=meta['codec']['sample_rate']))
+newest = M_.latest_checkpoint(out_dir)
+if newest and not resume:
+    fail(f'{out_dir} holds {newest}: choose another out_dir, or --resume=true to go on')
+step, epoch, micro = 0, 0, 0        # optimizer steps; epoch and micro-batches of it that are done
+state = None
+try:
+    if newest:
+        model, _ = M_.load_checkpoint(newest)
+        cfg = model.cfg
+        state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True, mmap=True)
+        step, epoch, micro = state['step'], state['epoch'], state['micro']
+        say(f'resumed {newest}: step {step}, epoch {epoch}, micro-batch {micro}')
+        for key, old in M_.read_json(os.path.join(newest, 'training_metadata.json'))['config'].items():
+            if key in config and json.dumps(old) != json.dumps(config[key]):
+                say(f'  {key} was {old!r}, is {config[key]!r}')
+        for key, want in audio.items():
+            if json.dumps(getattr(cfg, key)) != json.dumps(want) and key not in ('null_prob', 'stop_loss_weight', 'stop_pos_weight'):
+                fail(f'{newest} has {key} {getattr(cfg, key)!r}, corpus and config say {want!r}')
+    elif init_from == 'scratch':
+        cfg = M_.Config(vocab_size=-(-max(meta['tokenizer']['length'], 1 + max(special.values())) // 64) * 64, hidden_size=hidden_size,
+                        intermediate_size=intermediate_size, num_hidden_layers=num_hidden_layers, num_attention_heads=num_attention_heads,
+                        num_key_value_heads=num_key_value_heads, head_dim=head_dim, rope_theta=rope_theta, max_position_embeddings=max_position_embeddings, **audio)
+        model = M_.Gepard(cfg)
+        model.init_weights(seed)
+    else:
+        cfg = M_.config_from_qwen(init_from, **audio)
+        model = M_.Gepard(cfg)
+        M_.load_qwen(model, init_from)
+        model.init_weights(seed, backbone=False)
+except (ValueError, OSError) as e:
+    fail(e)
+cfg.null_prob, cfg.stop_loss_weight, cfg.stop_pos_weight = null_prob, stop_loss_weight, stop_pos_weight
+longest = rows['text_len'].max() + rows['frame_len'].max() + num_queries + 3
+if longest > cfg.max_position_embeddings:
+    fail(f'{data} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
+
+sizes = {}
+for name, p in model.named_parameters():
+    sizes[M_.group_of(name)] = sizes.get(M_.group_of(name), 0) + p.numel()
+backbone_params = sizes['backbone']
+model.train()
+if ddp:
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if compute != torch.float32 else MixedPrecisionPolicy()
+    mesh = dist.init_device_mesh(device, (world,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+model.to(device)
+# one process: autocast makes the 16-bit copies that FSDP makes by its policy
+cast = torch.autocast(device, compute) if compute != torch.float32 and not ddp else nullcontext()
+net = torch.compile(model, dynamic=True) if compile else model
+
+multipliers = {'backbone': 1.0, 'audio': lr_audio, 'embed': lr_embed, 'ref': lr_ref}
+groups = M_.param_groups(model, learning_rate, multipliers, weight_decay)
+optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), eps=1e-8, fused=True)
+if state:
+    for name, p in model.named_parameters():
+        optimizer.state[p] = {k: distribute_tensor(v, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) and v.dim()
+                              else v.to(device) for k, v in state['optimizer'].get(name, {}).items()}
+    del state
+
+# ---- schedule, in words
+
+per_step = world * gradient_accumulation                                # micro-batches
+micros_per_epoch = len(plan_epoch(0))
+steps_per_epoch = micros_per_epoch // per_step
+if steps_per_epoch == 0:
+    fail(f'an epoch has {micros_per_epoch} micro-batches, one step takes {world} ranks x {gradient_accumulation}: lower gradient_accumulation or batch_size')
+left = (epochs - epoch - 1) * steps_per_epoch + (micros_per_epoch - micro) // per_step
+total_steps = max(step + left, step) if not max_steps else min(max_steps, step + left)
+mean_frames, mean_text = rows['frame_len'][train_rows].mean(), rows['text_len'][train_rows].mean()
+say(f"corpus {data}: {len(train_rows):,} training rows, {len(val_rows):,} held out, {rows['frame_len'].sum() / frame_rate / 3600:.2f} hours, "
+    f"{len(clips):,} speakers, {int((speaker_of[train_rows] < 0).sum()):,} null rows")
+say(f'batch: {batch_size} rows' + (f' = {P} speakers x {K} clips + {M} null rows' if num_queries else '') + f' x {gradient_accumulation} micro-batches x {world} ranks '
+    f'= {batch_size * per_step:,} rows, about {batch_size * per_step * (mean_frames + mean_text + num_queries + 3):,.0f} tokens, '
+    f'{batch_size * per_step * mean_frames / frame_rate:,.0f} s of audio a step')
+say(f'{steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_steps - step:,} to go' if step else ''))
+for g in ('backbone', 'embed', 'audio', 'ref'):
+    if g in sizes:
+        say(f'parameters: {g:9s} {sizes[g] / 1e6:8.2f}M  lr {learning_rate * multipliers[g]:.2e}')
+say(f"{sum(sizes.values()) / 1e6:.2f}M in all, {device}{f' x {world} (FSDP2)' if ddp else ''}, {str(compute).removeprefix('torch.')} compute")
+if total_steps <= step:
+    say('nothing left to do')
+
+
+def lr_factor(step):
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 0.5 * (1 + math.cos(math.pi * (step - warmup_steps) / max(total_steps - warmup_steps, 1)))
+
+# ---- saving and evaluating
+
+def whole(t):
+    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu()
+
+
+def save():
+    """Every rank takes part (shards are gathered), rank 0 writes."""
+    path = os.path.join(out_dir, f'checkpoint-{step}')
+    if os.path.exists(path):
+        return
+    weights = {k: whole(v) for k, v in model.state_dict().items()}
+    moments = {name: {k: whole(v) for k, v in optimizer.state[p].items()} for name, p in model.named_parameters() if p in optimizer.state}
+    if rank == 0:
+        metadata = {'stage': 'pretrain', 'step': step, 'parent': init_from, 'config': config, 'corpus': {k: meta[k] for k in ('sources', 'rows', 'frames')},
+                    'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
+                    'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
+        tokenizer_dir = os.path.dirname(load_tokenizer(meta['tokenizer']['id'])[1])
+        M_.save_checkpoint(path, weights, cfg, tokenizer_dir, metadata, lambda folder: torch.save(
+            {'optimizer': moments, 'step': step, 'epoch': epoch, 'micro': micro}, os.path.join(folder, 'resume.pt')))
+        found = sorted((int(n.rpartition('-')[2]), n) for n in os.listdir(out_dir) if n.rpartition('-')[0] == 'checkpoint' and n.rpartition('-')[2].isdecimal())
+        for _, old in found[:-keep_checkpoints] if keep_checkpoints else []:
+            shutil.rmtree(os.path.join(out_dir, old))
+        say(f'saved {path}')
+    if ddp:
+        dist.barrier()
+
+
+@torch.no_grad()
+def evaluate():
+    """Means over held-out rows: code loss, stop loss, stop recall and precision at 0.5. Every rank runs as many batches."""
+    model.eval()
+    total = torch.zeros(7, device=device, dtype=torch.float64)
+    chosen = np.random.default_rng(seed).permutation(val_rows)[:eval_batches * batch_size]
+    parts = np.array_split(chosen, -(-len(chosen) // (batch_size * world)) * world)
+    for n in range(rank, len(parts), world):
+        empty = len(parts[n]) == 0                                      # still runs, so that no rank waits for another
+        batch = to_device(make_batch(parts[n] if not empty else chosen[:1], all_clips, np.random.default_rng([seed, n]), train=False))
+        with cast:
+            out = net(batch)
+        f, ending = len(out['codes']), out['stop_logits'][len(out['codes']):]
+        hits, false = (ending > 0).sum(), (out['stop_logits'][:f] > 0).sum()
+        total += (not empty) * torch.stack([M_.code_nll(out['logits'], out['codes']).sum(), M_.stop_nll(out['stop_logits'], M_.stop_target(out), cfg.stop_pos_weight),
+                                            *(torch.as_tensor(x, device=device) for x in (f, len(ending), hits, false, len(ending) + f))]).double()
+    model.train()
+    code, stop, frames, stops, hits, false, both = all_sum(total).tolist()
+    return {'val_code': code / frames, 'val_stop': stop / both, 'stop_recall': hits / stops, 'stop_precision': hits / max(hits + false, 1)}
+
+
+def speak_prompts():
+    """The fixed prompts, each in the voice of another held-out row (or the null prefix), to wav with a spectrogram."""
+    global codec
+    weights = {k: whole(v) for k, v in model.state_dict().items()} if ddp else None     # a collective: all ranks
+    if rank:
+        return
+    from codec import NanoCodec, save_spectrogram, save_wav
+    codec = codec or NanoCodec(meta['codec']['id'], device=device)
+    voice = model
+    if ddp:
+        voice = M_.Gepard(cfg)
+        voice.load_state_dict(weights)
+        voice.to(device)
+    voice.eval()
+    folder = os.path.join(out_dir, 'samples', f'step-{step}')
+    os.makedirs(folder, exist_ok=True)
+    prefix = None
+    with torch.no_grad():
+        if num_queries:
+            voices = [i for i in val_rows if speaker_of[i] >= 0] or list(train_rows[speaker_of[train_rows] >= 0])
+            refs = [torch.from_numpy(reference(voices[n * len(voices) // len(speak)], all_clips, np.random.default_rng(seed)).astype(np.int64)) for n in range(len(speak))]
+            prefix = torch.cat([voice.speaker_prefix(M_.unfold(r[None].to(device), cfg.codec['fsq_levels']), torch.ones(1, len(r), dtype=torch.bool, device=device))[0] for r in refs])
+        tokenizer = load_tokenizer(meta['tokenizer']['id'])[0]
+        texts = [M_.layout(encode_text(tokenizer, t), special) for t in speak]
+        spoken = M_.generate(voice, texts, prefix, max_frames=min(300, cfg.max_position_embeddings - max(map(len, texts)) - num_queries), temperature=speak_temperature)
+    for n, (text, s, wav) in enumerate(zip(speak, spoken, codec.decode([s['codes'].cpu() for s in spoken]))):
+        save_wav(os.path.join(folder, f'{n}.wav'), wav, codec.sample_rate)
+        save_spectrogram(os.path.join(folder, f'{n}.png'), wav, codec.sample_rate, f"step {step}: {text} ({len(s['codes'])} frames, {s['ended_by']})")
+    model.train()
+
+
+def curves():
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    log = [json.loads(line) for line in open(metrics_path, encoding='utf-8')]
+    fig, axes = plt.subplots(2, 3, figsize=(15, 7))
+    for ax, keys in zip(axes.flat, (('code', 'val_code'), ('stop', 'val_stop'), ('stop_recall', 'stop_precision'), ('grad_norm',), ('supcon', 'diversity'), ('lr',))):
+        for key in keys:
+            points = [(r['step'], r[key]) for r in log if key in r]
+            if points:
+                ax.plot(*zip(*points), label=key, marker='.' if len(points) < 20 else None)
+        ax.legend()
+        ax.set_xlabel('step')
+    axes[0, 0].axhline(sum(map(math.log, cfg.levels)), color='gray', lw=0.5)        # every code equally likely
+    fig.tight_layout()
+    fig.savefig(os.path.join(out_dir, 'curves.tmp.png'))
+    plt.close(fig)
+    os.replace(os.path.join(out_dir, 'curves.tmp.png'), os.path.join(out_dir, 'curves.png'))
+
+# ---- the loop
+
+os.makedirs(out_dir, exist_ok=True)
+metrics_path = os.path.join(out_dir, 'metrics.jsonl')
+codec, wandb, git = None, None, ''
+if rank == 0:
+    try:
+        git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
+    except OSError:                                                     # no git here
+        pass
+    kept = []
+    for line in open(metrics_path, encoding='utf-8') if os.path.exists(metrics_path) else []:
+        try:                                                            # drop what a resumed run will write again, and a line cut by a kill
+            kept += [line] if json.loads(line)['step'] <= step else []
+        except ValueError:
+            pass
+    with open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
+        f.writelines(kept)
+    os.replace(metrics_path + '.tmp', metrics_path)
+    if wandb_project:
+        try:
+            import wandb
+        except ImportError:
+            fail('wandb_project is set, but wandb is not installed: pip install wandb')
+        wandb.init(project=wandb_project, name=os.path.basename(out_dir), config=config)
+
+
+def record(values):
+    if rank == 0:
+        with open(metrics_path, 'a', encoding='utf-8') as f:
+            f.write(json.dumps({'step': step, **values}) + '\n')
+        if wandb:
+            wandb.log(values, step=step)
+
+stopping = []
+signal.signal(signal.SIGTERM, lambda *a: stopping.append(1))
+batches, bad_steps, pending = None, 0, []
+clock, clock_step, audio_frames, tokens, waited = time.time(), step, 0, 0, 0.0
+flops, start_time, start_step = 0, time.time(), step
+if eval_interval and step == 0 and len(val_rows):
+    r = evaluate()
+    record(r)
+    say('step 0: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()) + f' (code loss of a blind guess: {sum(map(math.log, cfg.levels)):.1f})')
+while step < total_steps:
+    if batches is None:
+        batches = loader(epoch, micro)
+    t = time.time()
+    parts = [next(batches, None) for _ in range(gradient_accumulation)]
+    waited += time.time() - t
+    if parts[0] is None:                                                # the epoch is over
+        epoch, micro, batches = epoch + 1, 0, None
+        continue
+    audio_frames += sum(len(b['codes']) for b in parts)
+    tokens += sum(len(b['position']) for b in parts)
+    flops += sum(6 * backbone_params * len(b['position']) + 6 * cfg.num_hidden_layers * cfg.num_attention_heads * cfg.head_dim
+                 * int((b['cu_seqlens'].diff().long() ** 2).sum()) for b in parts)
+    # means are over all rows of the step, on all ranks: one gradient for 1x4, 2x2 and 4x1
+    n = all_sum(torch.tensor([sum(len(b['codes']) for b in parts), sum(len(b['last_at']) for b in parts)], dtype=torch.float32).to(device))
+    count = {'frames': n[0], 'stops': n[0] + n[1], 'rows': n[1]}
+    weights = [M_.ramp(step, diversity_weight, reg_start, diversity_ramp), M_.ramp(step, supcon_weight, reg_start, supcon_ramp)]
+    for g in optimizer.param_groups:
+        g['lr'] = g['base_lr'] * lr_factor(step)
+    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank)       # dropout: the same after a resume
+    sums = torch.zeros(6, device=device)
+    for a, batch in enumerate(parts):
+        if ddp:
+            model.set_requires_gradient_sync(a == gradient_accumulation - 1)
+        batch = to_device(batch)
+        with cast:
+            out = net(batch)
+        r = M_.losses(out, batch, cfg, count, *weights, supcon_share=1 / gradient_accumulation)
+        (r['total'] * world).backward()                                 # FSDP averages over ranks; ours are parts of one sum
+        with torch.no_grad():
+            f = len(out['codes'])
+            sums += torch.stack([r['code'], r['stop'], r.get('diversity', sums[0] * 0), r.get('supcon', sums[0] * 0) / world,
+                                 (out['stop_logits'][f:] > 0).sum().float(), (out['stop_logits'][:f] > 0).sum().float()]).float()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    # a non-finite gradient: the fused optimizer skips the step by itself when found_inf is set, without asking the host
+    optimizer.found_inf = (~torch.isfinite(norm)).float().reshape(())
+    optimizer.grad_scale = None
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    pending.append((step, epoch, micro, optimizer.found_inf))
+    step, micro = step + 1, micro + per_step
+
+    stop_now = False
+    if step % log_interval == 0 or step == total_steps or stopping and not ddp:
+        stop_now = all_sum(torch.tensor(float(len(stopping)), device=device)).item() > 0    # ranks agree, here only
+        for s, e, m, flag in pending:
+            bad_steps = bad_steps + 1 if flag.item() else 0
+            if bad_steps:
+                numbers = plan_epoch(e)[m:m + per_step].ravel()
+                say(f'step {s}: non-finite gradient, step skipped ({bad_steps} in a row); rows {np.where(numbers < 0, ~numbers, numbers).tolist()}')
+            if bad_steps >= max_bad_steps:
+                fail(f'{bad_steps} steps in a row with a non-finite gradient; the newest whole checkpoint is {M_.latest_checkpoint(out_dir)}')
+        pending = []
+        sums = all_sum(sums)
+        code, stop, div, sup, hits, false = sums.tolist()
+        seconds = time.time() - clock
+        steps_done = max(step - clock_step, 1)
+        eta = (total_steps - step) * (time.time() - start_time) / (step - start_step)
+        values = {'code': code, 'stop': stop, 'diversity': div, 'supcon': sup, 'train_stop_recall': hits / float(n[1]), 'grad_norm': float(norm),
+                  'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'step_ms': 1000 * seconds / steps_done,
+                  'tokens_per_s': tokens * world / seconds, 'audio_s_per_s': audio_frames * world / frame_rate / seconds,
+                  'tflops': flops / seconds / 1e12, 'loader_wait': waited / seconds,
+                  'memory_gib': torch.cuda.max_memory_allocated() / 2 ** 30 if device == 'cuda' else 0.0}
+        record(values)
+        say(f"step {step}/{total_steps} epoch {epoch} code {code:.3f} stop {stop:.3f} div {div:.3f} sup {sup:.3f} norm {float(norm):.2f} lr {values['lr']:.1e} | "
+            f"{values['step_ms']:.0f} ms, {values['audio_s_per_s']:.0f} s audio/s, {values['tokens_per_s']:.0f} tokens/s, "
+            f"loader {100 * values['loader_wait']:.0f}%, ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
+        clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
+    if step % save_interval == 0 or step == total_steps or stop_now:
+        save()
+    if stop_now:
+        say(f'stopped by SIGTERM at step {step}')
+        break
+    if eval_interval and (step % eval_interval == 0 or step == total_steps):
+        pause = time.time()
+        r = evaluate() if len(val_rows) else {}
+        record(r)
+        say(f'step {step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()))
+        if speak:
+            speak_prompts()
+        if rank == 0:
+            curves()
+        clock += time.time() - pause                                    # speeds are of training alone
+        start_time += time.time() - pause
+if ddp:
+    dist.barrier()
+    dist.destroy_process_group()

@@ -1,0 +1,171 @@
+"""
+Speaks a text with any checkpoint: text (and a reference clip for the voice) -> wav and a spectrogram picture.
+
+    python sample.py --ckpt=out/tiny --text="four two seven" --ref=voice.wav --out=out.wav
+    python sample.py --ckpt=out/tiny --file=texts.txt --out=spoken/line.wav        # a line each: spoken/line-1.wav, ...
+    python sample.py --ckpt=nineninesix/gepard-1.0 --text="Hello." --stream=true   # audio is written while it is made
+
+Several texts are spoken as one batch. Without --ref a checkpoint with voice cloning speaks with its null prefix (some
+voice); --prefix=none leaves the prefix out. Text repetition, codec, tokenizer and special tokens come from the checkpoint.
+"""
+import os, sys, time
+
+# -----------------------------------------------------------------------------
+ckpt = 'out/pretrain'           # a checkpoint folder, a run's folder (its newest checkpoint), or a Hub name
+text = ''                       # one text, or
+file = ''                       # a UTF-8 file with one text a line
+ref = ''                        # audio file of the voice; its first max_ref_seconds are used
+prefix = 'auto'                 # 'auto' = the reference, else the null prefix; 'null'; 'none' = no prefix at all
+out = 'out.wav'                 # with several texts their number goes before the extension; a .png lies beside each
+max_ref_seconds = 15.0          # training references are 3-15 s
+max_seconds = 14.0              # of speech; a text cut here is named
+temperature = 0.4               # 0 = arg-max
+top_k = 0                       # 0 = off
+stop_threshold = 0.5            # on the stop probability
+cfg_scale = 1.0                 # text guidance; 1.0 = off, 3.0 is what preference training samples with
+cfg_frames = 20                 # guided frames at the onset; 0 = all
+repetition_penalty = 1.0        # 1.0 = off
+seed = 0
+stream = False                  # write audio as it is made, stream_frames at a time (one text)
+stream_frames = 10              # 0.46 s
+codec = ''                      # '' = the checkpoint's
+device = 'auto'                 # 'auto' = cuda where there is one
+dtype = 'auto'                  # 'auto' = bfloat16 on cuda, float32 on cpu
+# -----------------------------------------------------------------------------
+from configurator import configure
+configure(globals())
+
+
+def fail(message):
+    print(f'sample.py: {message}', file=sys.stderr)
+    sys.exit(2)
+
+if bool(text) == bool(file):
+    fail('give one of --text and --file' + (', not both' if text else ''))
+if prefix not in ('auto', 'null', 'none'):
+    fail(f"--prefix is auto, null or none, got {prefix!r}")
+if ref and prefix != 'auto':
+    fail(f'--ref and --prefix={prefix} contradict each other')
+if max_seconds <= 0 or stream_frames < 1 or temperature < 0 or top_k < 0 or cfg_frames < 0 or repetition_penalty <= 0:
+    fail('max_seconds, stream_frames and repetition_penalty must be above 0; temperature, top_k and cfg_frames not below')
+if file:
+    try:
+        texts = [(f'{file}:{n}', line.strip()) for n, line in enumerate(open(file, encoding='utf-8-sig'), 1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        fail(f'{file}: {e}')
+    if not texts:
+        fail(f'{file}: no text in it')
+else:
+    texts = [('--text', text)]
+for where, t in texts:
+    if not any(c.isalnum() for c in t):
+        fail(f'{where}: nothing to speak in {t!r}')
+if stream and len(texts) > 1:
+    fail(f'--stream takes one text, {file} has {len(texts)}')
+
+import queue, threading
+
+import soundfile
+import torch
+
+import model as M
+from codec import NanoCodec, save_spectrogram, save_wav
+from prepare import encode_text, load_tokenizer, read_audio
+
+if device == 'auto':
+    device = 'cuda' if torch.cuda.is_available() else 'cpu'
+compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32}.get(dtype) or getattr(torch, dtype, None)
+if compute not in (torch.float32, torch.bfloat16):
+    fail(f"--dtype is auto, float32 or bfloat16, got {dtype!r}")
+try:
+    gepard, folder = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt, device, compute)
+    cfg = gepard.cfg
+    tokenizer = load_tokenizer(folder)[0]
+    nano = NanoCodec(codec or cfg.codec['codec_id'], device=device)
+except (OSError, ValueError, ImportError) as e:
+    fail(e)
+if list(nano.levels) * nano.groups != list(cfg.levels):
+    fail(f'codec {nano.id} has levels {list(nano.levels)} x {nano.groups}, the checkpoint {cfg.levels[:4]} x {len(cfg.levels) // 4}')
+
+prompts = []
+for where, t in texts:
+    ids = encode_text(tokenizer, t)
+    if not ids:
+        fail(f'{where}: the tokenizer makes no tokens of {t!r}')
+    prompts.append(M.layout(ids, cfg.special_tokens, M.repeats(len(ids), cfg.text_repetition)))
+max_frames = max(1, round(max_seconds * nano.frame_rate))
+if max(map(len, prompts)) + cfg.num_queries + max_frames > cfg.max_position_embeddings:
+    fail(f'text of {max(map(len, prompts))} tokens and {max_frames} frames do not fit the model ({cfg.max_position_embeddings} positions): split the text or lower max_seconds')
+
+vectors = None
+with torch.no_grad():
+    if ref and not cfg.num_queries:
+        fail(f'{ckpt} has no voice cloning: leave out --ref')
+    if ref:
+        try:
+            voice = nano.encode([read_audio(ref, nano.sample_rate, max_ref_seconds)])[0]
+        except (OSError, ValueError) as e:
+            fail(f'--ref: {e}')
+        codes = M.unfold(torch.from_numpy(voice.astype('int64'))[None].to(device), nano.levels)
+        vectors = gepard.speaker_prefix(codes, torch.ones(codes.shape[:2], dtype=torch.bool, device=device))[0]
+    elif cfg.num_queries and prefix != 'none':
+        vectors = gepard.null_prefix[None]
+if vectors is not None:
+    vectors = vectors.expand(len(prompts), -1, -1)
+settings = dict(max_frames=max_frames, temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale,
+                cfg_frames=cfg_frames, repetition_penalty=repetition_penalty, seeds=list(range(seed, seed + len(prompts))))
+
+
+def wav_name(n):
+    base, ext = os.path.splitext(out)
+    return f'{base}{ext or ".wav"}' if len(texts) == 1 else f'{base}-{n + 1}{ext or ".wav"}'
+
+
+def pieces(frames):
+    """Frames from the queue -> stacks of stream_frames."""
+    stack = []
+    for codes in iter(frames.get, None):
+        stack.append(codes)
+        if len(stack) == stream_frames:
+            yield torch.stack(stack)
+            stack = []
+    if stack:
+        yield torch.stack(stack)
+
+
+os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+start, first = time.time(), None
+if stream:
+    frames, result = queue.Queue(), []
+
+    def speak():
+        try:
+            result.extend(M.generate(gepard, prompts, vectors, on_frame=lambda step, codes, running: frames.put(codes[0].cpu()), **settings))
+        except Exception as e:
+            result.append(e)
+        frames.put(None)
+    threading.Thread(target=speak, daemon=True).start()
+    audio = []
+    with soundfile.SoundFile(out, 'w', nano.sample_rate, 1, format='WAV') as f:
+        for piece in nano.stream(pieces(frames)):
+            first = first or time.time() - start
+            f.write(piece)
+            f.flush()
+            audio.append(piece)
+    if isinstance(result[0], Exception):
+        raise result[0]
+    import numpy as np
+    wavs, lm = [np.concatenate(audio)], time.time() - start
+else:
+    result = M.generate(gepard, prompts, vectors, **settings)
+    lm = time.time() - start
+    wavs = nano.decode([r['codes'].cpu() for r in result])
+total = time.time() - start
+for n, ((where, t), r, wav) in enumerate(zip(texts, result, wavs)):
+    name = wav_name(n)
+    if not stream:
+        save_wav(name, wav, nano.sample_rate)
+    save_spectrogram(os.path.splitext(name)[0] + '.png', wav, nano.sample_rate, t)
+    print(f"{name}: {len(r['codes'])} frames, {len(r['codes']) / nano.frame_rate:.2f} s" + (' (cut at max_seconds: the stop head did not fire)' if r['ended_by'] == 'max_frames' else ''))
+seconds = sum(len(r['codes']) for r in result) / nano.frame_rate
+print(f'{seconds:.2f} s of speech in {total:.2f} s: RTF {total / seconds:.3f} (model {lm / seconds:.3f}), first audio after {first or total:.2f} s')

@@ -1,0 +1,223 @@
+"""
+pretrain.py as a user runs it, on a small random corpus: exact resume, ranks, kills, refusals.   pytest tests/test_pretrain.py
+"""
+import json, os, signal, subprocess, sys, time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import model as M
+import prepare
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKENIZER = os.path.join(ROOT, 'assets', 'tiny', 'tokenizer')
+TINY = ['--init_from=scratch', '--hidden_size=32', '--intermediate_size=64', '--num_hidden_layers=2', '--num_attention_heads=2', '--num_key_value_heads=1',
+        '--head_dim=16', '--max_position_embeddings=512', '--audio_embed_dim=4', '--prefix_heads=2', '--batch_size=8', '--P=3', '--K=2', '--M=2',
+        '--gradient_accumulation=2', '--warmup_steps=3', '--reg_start=2', '--diversity_ramp=4', '--supcon_ramp=4', '--log_interval=1', '--eval_interval=0',
+        '--num_workers=0', '--device=cpu', '--epochs=40']
+
+
+def write_corpus(path, speakers=5, clips=6, nulls=5, seed=0):
+    """A corpus of random rows in prepare.py's format."""
+    rng = np.random.default_rng(seed)
+    rows, codes, text = [], [], []
+    frames = tokens = 0
+    for i in range(speakers * clips + nulls):
+        n, t = int(rng.integers(1, 90)), int(rng.integers(1, 12))
+        rows.append((tokens, t, frames, n, i + 1, i // clips if i < speakers * clips else -1, 0, 1 if i % clips == 5 else 0))
+        codes.append(rng.integers(0, 2016, (n, 8)))
+        text.append(rng.integers(0, 256, t))
+        frames, tokens = frames + n, tokens + t
+    os.makedirs(path)
+    np.concatenate(codes).astype('<u2').tofile(os.path.join(path, 'codes.bin'))
+    np.concatenate(text).astype('<u4').tofile(os.path.join(path, 'text.bin'))
+    np.array(rows, prepare.ROW).tofile(os.path.join(path, 'index.bin'))
+    meta = {'magic': prepare.MAGIC, 'version': prepare.VERSION, 'rows': len(rows), 'frames': frames, 'tokens': tokens,
+            'codec': {'id': 'none', 'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8},
+            'tokenizer': {'id': TOKENIZER, 'hash': '', 'length': 261}, 'sources': [], 'settings': {'min_clips_per_speaker': 3},
+            'special_tokens': {'start_of_speech': 256, 'end_of_speech': 257, 'start_of_text': 258, 'end_of_text': 259, 'tts_pad': 260},
+            'speakers': [f'x/{s}' for s in range(speakers)]}
+    with open(os.path.join(path, 'meta.json'), 'w') as f:
+        json.dump(meta, f)
+    return str(path)
+
+
+@pytest.fixture(scope='module')
+def corpus(tmp_path_factory):
+    return write_corpus(tmp_path_factory.mktemp('corpus') / 'random')
+
+
+def command(out, corpus, *flags, ranks=0):
+    launch = [sys.executable] if not ranks else [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    return [*launch, os.path.join(ROOT, 'pretrain.py'), *TINY, f'--out_dir={out}', f'--data={corpus}', *flags]
+
+
+def run(out, corpus, *flags, ranks=0, code=0):
+    r = subprocess.run(command(out, corpus, *flags, ranks=ranks), capture_output=True, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    assert r.returncode == code, r.stdout[-3000:] + r.stderr[-3000:]
+    return r.stdout + r.stderr
+
+
+def log(out):
+    return {r['step']: r for r in map(json.loads, open(os.path.join(out, 'metrics.jsonl'))) if 'code' in r}
+
+
+def weights(out, step):
+    return load_file(os.path.join(out, f'checkpoint-{step}', 'model.safetensors'))
+
+
+def same(a, b, rel=0.0):
+    assert a.keys() == b.keys()
+    for k in a:
+        assert torch.equal(a[k], b[k]) if not rel else (a[k] - b[k]).abs().max() <= rel * max(b[k].abs().max(), 1e-3), k
+
+
+@pytest.fixture(scope='module')
+def ten(tmp_path_factory, corpus):
+    """Ten steps in one go."""
+    out = str(tmp_path_factory.mktemp('ten') / 'run')
+    text = run(out, corpus, '--max_steps=10', '--save_interval=5', '--dtype=float32')
+    return out, text
+
+
+def test_ten_steps_learn_and_say_what_they_do(ten):
+    out, text = ten
+    r = log(out)
+    assert sorted(r) == list(range(1, 11))
+    assert abs(r[1]['code'] - 60.9) < 6.09 and r[10]['code'] < r[1]['code']
+    assert r[1]['lr'] == pytest.approx(9e-4 / 3) and r[3]['lr'] == pytest.approx(9e-4) and r[10]['lr'] < 1e-4
+    assert r[2]['supcon'] > 0 and r[10]['diversity'] >= 0
+    for word in ('steps an epoch', 'lr 9.00e-04', 'ETA', '3 speakers x 2 clips + 2 null rows', 'saved'):
+        assert word in text, text
+    meta = M.read_json(os.path.join(out, 'checkpoint-10', 'training_metadata.json'))
+    assert meta['stage'] == 'pretrain' and meta['step'] == 10 and meta['config']['P'] == 3
+    model, folder = M.load_checkpoint(os.path.join(out, 'checkpoint-10'))
+    assert model.cfg.levels == [8, 7, 6, 6] * 8 and os.path.exists(os.path.join(folder, 'tokenizer.json'))
+
+
+def test_resume_is_bitwise(ten, corpus, tmp_path):
+    out = str(tmp_path / 'run')
+    # the total is the schedule's: stop at 5 by SIGTERM-free means, a run whose later steps are cut off by removing them
+    import shutil
+    shutil.copytree(ten[0], out)
+    shutil.rmtree(os.path.join(out, 'checkpoint-10'))
+    text = run(out, corpus, '--max_steps=10', '--save_interval=5', '--dtype=float32')
+    assert 'resumed' in text and 'step 5' in text
+    same(weights(out, 10), weights(ten[0], 10))
+    a, b = log(out), log(ten[0])
+    assert all(a[s]['code'] == b[s]['code'] and a[s]['grad_norm'] == b[s]['grad_norm'] for s in range(1, 11))
+    ours, theirs = (torch.load(os.path.join(o, 'checkpoint-10', 'resume.pt'), weights_only=True) for o in (out, ten[0]))
+    assert all(torch.equal(v, theirs['optimizer'][n][k]) for n, s in ours['optimizer'].items() for k, v in s.items())
+
+
+def test_two_ranks_and_back(corpus, tmp_path):
+    """One rank with two micro-batches and two ranks with one see the same rows: the same gradients. A run of two ranks
+    goes on with one. SupCon is off: it sees all rows of a moment, and here the moments differ."""
+    plain = ['--supcon_weight=0', '--dtype=float32', '--null_prob=0', '--prefix_dropout=0', '--save_interval=3', '--weight_decay=0.1']
+    one, two = str(tmp_path / 'one'), str(tmp_path / 'two')
+    run(one, corpus, *plain, '--max_steps=6')
+    text = run(two, corpus, *plain, '--gradient_accumulation=1', '--max_steps=6', ranks=2)
+    assert 'cpu x 2 (FSDP2)' in text
+    a, b = log(one), log(two)
+    for s in range(1, 7):
+        assert b[s]['code'] == pytest.approx(a[s]['code'], rel=1e-5)
+        assert b[s]['stop'] == pytest.approx(a[s]['stop'], rel=1e-5)
+        assert b[s]['diversity'] == pytest.approx(a[s]['diversity'], rel=1e-5)
+        assert b[s]['grad_norm'] == pytest.approx(a[s]['grad_norm'], rel=1e-4)
+    import shutil
+    shutil.rmtree(os.path.join(two, 'checkpoint-6'))
+    text = run(two, corpus, *plain, '--max_steps=6')
+    assert 'gradient_accumulation was 1, is 2' in text
+    c = log(two)
+    assert all(c[s]['code'] == pytest.approx(a[s]['code'], rel=1e-4) for s in range(1, 7))
+
+
+def test_kill_loses_only_the_work_since_the_last_save(corpus, tmp_path):
+    """kill -9 at a random moment, most likely inside a save (each step saves): what is there always loads and goes on."""
+    out, rng = str(tmp_path / 'run'), np.random.default_rng(5)
+    for _ in range(3):
+        p = subprocess.Popen(command(out, corpus, '--save_interval=1', '--keep_checkpoints=2', '--max_steps=100000', '--epochs=100000'), stdout=subprocess.DEVNULL,
+                             stderr=subprocess.DEVNULL, env=os.environ | {'OMP_NUM_THREADS': '1'}, start_new_session=True)
+        before = M.latest_checkpoint(out)
+        while M.latest_checkpoint(out) in (before, None):
+            assert p.poll() is None
+            time.sleep(0.05)
+        time.sleep(rng.random())
+        os.killpg(p.pid, signal.SIGKILL)
+        p.wait()
+        M.load_checkpoint(M.latest_checkpoint(out))
+    newest = int(M.latest_checkpoint(out).rsplit('-', 1)[1])
+    text = run(out, corpus, '--save_interval=1', f'--max_steps={newest + 1}', '--epochs=100000')
+    assert f'step {newest},' in text
+    assert sorted(log(out)) == list(range(1, newest + 2))
+
+
+def test_sigterm_saves(corpus, tmp_path):
+    out = str(tmp_path / 'run')
+    p = subprocess.Popen(command(out, corpus, '--epochs=100000'), stdout=subprocess.PIPE, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    for line in p.stdout:
+        if line.startswith('step 3/'):
+            p.send_signal(signal.SIGTERM)
+            break
+    rest = p.stdout.read()
+    assert p.wait() == 0 and 'stopped by SIGTERM' in rest
+    assert M.latest_checkpoint(out)
+
+
+def test_non_finite_gradient_is_skipped_and_named(ten, corpus, tmp_path):
+    """A weight made NaN: every step is skipped, weights stay, the run stops and names the rows."""
+    import shutil
+    from safetensors.torch import save_file
+    out = str(tmp_path / 'run')
+    shutil.copytree(ten[0], out)
+    shutil.rmtree(os.path.join(out, 'checkpoint-10'))
+    path = os.path.join(out, 'checkpoint-5', 'model.safetensors')
+    w = load_file(path)
+    w['codebook_heads.3.bias'][0] = float('nan')
+    save_file(w, path)
+    text = run(out, corpus, '--max_steps=10', '--max_bad_steps=3', code=2)
+    assert 'step 5: non-finite gradient, step skipped (1 in a row); rows [' in text and '3 steps in a row' in text
+    assert 'checkpoint-5' in text and not os.path.exists(os.path.join(out, 'checkpoint-10'))
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--P=4'], 'batch_size 8 must equal P*K + M'),
+    (['--K=4', '--P=1', '--M=4'], 'K 4 is above the min_clips_per_speaker 3'),
+    (['--num_queries=0'], 'supcon_weight 0.3 needs voice cloning'),
+    (['--null_prob=1.5'], 'null_prob must be in [0, 1)'),
+    (['--data=/nowhere'], '/nowhere/meta.json does not exist'),
+    (['--P=6', '--batch_size=14'], 'lower P'),
+    (['--num_key_value_heads=3'], 'does not divide'),
+    (['--max_position_embeddings=50'], 'max_position_embeddings 50'),
+    (['--gradient_accumulation=50'], 'lower gradient_accumulation'),
+    (['--init_from=no_such_model'], 'no such folder'),
+    (['--learnin_rate=1'], 'learning_rate'),
+])
+def test_refusals_are_one_line(corpus, tmp_path, flags, words):
+    r = subprocess.run(command(str(tmp_path / 'run'), corpus, *flags), capture_output=True, text=True)
+    assert r.returncode == 2 and words in r.stderr and 'Traceback' not in r.stderr, r.stderr
+
+
+def test_resume_refused_where_it_is_not_wanted(ten, corpus):
+    assert 'choose another out_dir' in run(ten[0], corpus, '--resume=false', code=2)
+    assert 'has num_queries 8' in run(ten[0], corpus, '--num_queries=4', code=2)
+
+
+def test_epoch_plan(corpus, tmp_path):
+    """Every row with a speaker comes about once an epoch, P speakers a batch are distinct, epochs differ."""
+    script = ('import sys; sys.argv = ["pretrain.py"] + sys.argv[1:]; src = open("pretrain.py").read().split("# ---- model")[0]; '
+              'g = {"__file__": "pretrain.py", "__name__": "__main__", "__doc__": ""}; exec(compile(src, "pretrain.py", "exec"), g); import json; '
+              'a, b = g["plan_epoch"](0), g["plan_epoch"](1); print(json.dumps([a.tolist(), b.tolist(), g["speaker_of"].tolist()]))')
+    r = subprocess.run([sys.executable, '-c', script, *TINY, f'--data={corpus}'], capture_output=True, text=True, cwd=ROOT)
+    a, b, speaker = json.loads(r.stdout.splitlines()[-1])
+    assert a != b
+    a = np.array(a)
+    voiced = a[:, :6]
+    assert (voiced >= 0).all() and (a[:, 6:] < 0).all()
+    assert all(len(set(np.array(speaker)[row][::2])) == 3 for row in voiced[:-1])
+    train = [i for i in range(30) if i % 6 != 5]
+    times = np.bincount(voiced.ravel(), minlength=30)
+    assert all(1 <= times[i] <= 2 for i in train) and times.sum() <= len(train) + 10
+    assert all(speaker[~i] == -1 for i in a[:, 6:].ravel())
