@@ -1,0 +1,378 @@
+"""pytest tests/test_prepare.py          seconds on CPU; a fake codec of a few lines, the real offline codec in the last test"""
+import csv, json, os, runpy, shutil, signal, subprocess, sys, types, wave
+
+import numpy as np
+import pytest
+import soundfile
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+from prepare import Corpus, clean_text, encode_text, load_tokenizer, read_audio, share_of
+
+SCRIPT, TOKENIZER = os.path.join(ROOT, 'prepare.py'), os.path.join(ROOT, 'assets/tiny/tokenizer')
+
+FAKE = '''
+import numpy as np, os, signal
+class NanoCodec:
+    """Codes from the mean level of each frame; dies by itself in call KILL_AT."""
+    sample_rate, hop, levels, groups, calls = 22050, 1024, (8, 7, 6, 6), 8, 0
+    def __init__(self, name, device):
+        self.id = name
+    def encode(self, clips):
+        NanoCodec.calls += 1
+        if str(NanoCodec.calls) == os.environ.get('KILL_AT'):
+            os.kill(os.getpid(), signal.SIGKILL)
+        pad = [np.pad(c, (0, -len(c) % 1024)).reshape(-1, 1024) for c in clips]
+        return [((np.abs(p).mean(1, keepdims=True) * 9000 + 7 * np.arange(8)) % 2016).astype(np.uint16) for p in pad]
+'''
+
+@pytest.fixture
+def fake(monkeypatch):
+    module = types.ModuleType('codec')
+    exec(FAKE, module.__dict__)
+    monkeypatch.setitem(sys.modules, 'codec', module)
+
+def prepare(out, sources, *flags):
+    """Run the script in this process, as from the command line; returns what it said where it stopped, else the corpus."""
+    argv = [SCRIPT, f'--out_dir={out}', f'--sources={sources!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', *flags]
+    old, sys.argv = sys.argv, argv
+    try:
+        runpy.run_path(SCRIPT, run_name='__main__')
+    except SystemExit as e:
+        if e.code:
+            return str(e.code)
+    finally:
+        sys.argv = old
+    return Corpus(str(out))
+
+def tone(samples, rate=22050, hz=220.0, level=0.3):
+    return (level * np.sin(2 * np.pi * hz * np.arange(samples) / rate)).astype(np.float32)
+
+def speech(folder, n=12, speakers=3, source='a'):
+    """A table of n short clips, each of another level and length, by turns of the speakers."""
+    os.makedirs(folder, exist_ok=True)
+    with open(folder / 'table.csv', 'w', newline='') as f:
+        w = csv.writer(f, lineterminator='\n')
+        w.writerow(['audio', 'text', 'speaker'])
+        for i in range(n):
+            soundfile.write(folder / f'{i}.wav', tone(3000 + 700 * (i * 7 % n), level=0.05 + 0.04 * i % 0.9), 22050)
+            w.writerow([f'{i}.wav', f'text, number {i}', f's{i % speakers}'])
+    return {'name': source, 'path': str(folder / 'table.csv')}
+
+def write(path, data):
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return str(path)
+
+def rejects(out):
+    return [json.loads(line) for line in open(os.path.join(out, 'rejects.jsonl'), encoding='utf-8')]
+
+def files(out):
+    return {name: open(os.path.join(out, name), 'rb').read() for name in sorted(os.listdir(out))}
+
+def test_corpus_holds_what_went_in(tmp_path, fake, capsys):
+    c = prepare(tmp_path / 'out', (speech(tmp_path / 'in'),), '--val_share=0.2')
+    assert len(c) == 12 and c.speakers == ['a/s0', 'a/s1', 'a/s2'] and not os.path.exists(tmp_path / 'out.building')
+    nano = sys.modules['codec'].NanoCodec('', '')
+    for i in range(12):
+        audio = read_audio(str(tmp_path / f'in/{i}.wav'), 22050)
+        assert c.codes(i).dtype == np.uint16 and np.array_equal(c.codes(i), nano.encode([audio])[0])
+        assert c.text(i).dtype == np.uint32 and bytes(c.text(i).astype(np.uint8)).decode() == f'text, number {i}'
+        assert c.rows['line'][i] == i + 2 and c.rows['speaker'][i] == i % 3
+        assert (c.rows['split'][i] == 1) == (share_of(f'text, number {i}') < 0.2)
+    assert c.meta['codec'] == {'id': 'fake', 'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8}
+    assert c.meta['tokenizer']['length'] == 261 and c.meta['special_tokens']['start_of_speech'] == 256
+    assert len(c.split('train')) + len(c.split('val')) == 12 and 0 < len(c.split('val')) < 6 and not len(c.split('val_speakers'))
+    said = capsys.readouterr().out
+    assert '12 rows kept' in said and '3 speakers with 3 training clips or more' in said
+
+def test_odd_audio(tmp_path, fake):
+    """Every odd file is in the corpus correctly or in rejects.jsonl with its reason; the run goes on."""
+    x, d = tone(6000), tmp_path
+    good, bad = {}, {}
+    for sub in ('PCM_16', 'PCM_24', 'FLOAT', 'PCM_U8', 'DOUBLE'):
+        soundfile.write(d / f'{sub}.wav', x, 22050, subtype=sub)
+        good[f'{sub}.wav'] = 6
+    for ext in ('flac', 'ogg', 'mp3'):
+        soundfile.write(d / f'{ext}.{ext}', tone(30000), 22050)
+        good[f'{ext}.{ext}'] = 30
+        write(d / f'cut.{ext}', (d / f'{ext}.{ext}').read_bytes()[:-200])
+        bad[f'cut.{ext}'] = 'audio unreadable' if ext == 'flac' else 'audio file truncated'
+    soundfile.write(d / 'opus.ogg', tone(96000, 48000), 48000, subtype='OPUS')
+    good['opus.ogg'] = 44
+    write(d / 'cut_opus.ogg', (d / 'opus.ogg').read_bytes()[:-10])
+    bad['cut_opus.ogg'] = 'audio file truncated'
+    for rate in (8000, 16000, 44100, 48000):
+        soundfile.write(d / f'{rate}.wav', tone(rate, rate), rate)
+        good[f'{rate}.wav'] = 22
+    soundfile.write(d / 'stereo.wav', np.stack([x, 0.5 * x], 1), 22050)
+    good['stereo.wav'] = 6
+    for n in (0, 1, 1023, 1024, 1025):
+        soundfile.write(d / f'{n}.wav', tone(n), 22050)
+        (good if n >= 1024 else bad)[f'{n}.wav'] = {1024: 1, 1025: 2}.get(n, 'audio too short')
+    pcm = (d / 'PCM_16.wav').read_bytes()
+    at = pcm.find(b'data') + 4
+    for name, data, reason in (
+            ('empty.wav', b'', 'audio file is empty'), ('half_header.wav', pcm[:20], 'audio unreadable'), ('header.wav', pcm[:at + 4], 'audio file truncated'),
+            ('cut.wav', pcm[:-2000], 'audio file truncated'), ('text.wav', b'no audio here\n' * 50, 'audio unreadable'), ('x.raw', b'abcd' * 999, 'audio unreadable'),
+            ('pipe.wav', pcm[:4] + b'\xff' * 4 + pcm[8:at] + b'\xff' * 4 + pcm[at + 4:], 6)):     # written to a pipe: sizes unknown
+        write(d / name, data)
+        (bad if isinstance(reason, str) else good)[name] = reason
+    nan = x.copy()
+    nan[100] = np.nan
+    for name, data, reason in (('nan.wav', nan, 'audio not finite'), ('inf.wav', np.full(6000, np.inf, np.float32), 'audio not finite'), ('silent.wav', 0 * x, 'audio silent'),
+                               ('opposed.wav', np.stack([x, -x], 1), 'audio silent'), ('scaled.wav', x * 32768, 'audio not scaled to -1..1'), ('long.wav', tone(22050 * 41), 'audio too long')):
+        soundfile.write(d / name, data, 22050, subtype='FLOAT')
+        bad[name] = reason
+    soundfile.write(d / 'just.wav', tone(22050 * 40), 22050)
+    good['just.wav'] = 862
+    bad['missing.wav'], bad['folder.wav'] = 'audio file not found', 'audio file not found'
+    os.mkdir(d / 'folder.wav')
+    os.mkdir(d / 'ein Ordner ü')
+    soundfile.write(d / 'ein Ordner ü' / 'ça va.wav', x, 22050)
+    good['ein Ordner ü/ça va.wav'] = 6
+    good[str(d / 'PCM_16.wav')] = 6             # an absolute path
+    names = sorted({**good, **bad})
+    table = write(d / 't.jsonl', ''.join(json.dumps({'audio': n, 'text': f'say {n}'}) + '\n' for n in names))
+    c = prepare(d / 'out', ({'name': 'odd', 'path': table},), '--max_reject_share=1.0', '--batch_seconds=45')
+    assert {names[line - 1]: n for line, n in zip(c.rows['line'], c.rows['frame_len'])} == good
+    assert {r['audio']: r['reason'] for r in rejects(d / 'out')} == bad
+    assert all(r['file'] == table and names[r['line'] - 1] == r['audio'] for r in rejects(d / 'out'))
+    assert c.meta['counts']['dropped']['odd']['audio file truncated'] == sum(r == 'audio file truncated' for r in bad.values())
+    level = [read_audio(str(d / f), 22050) for f in ('PCM_16.wav', 'PCM_24.wav', 'FLOAT.wav', 'PCM_U8.wav', 'DOUBLE.wav', 'pipe.wav')]
+    assert all(np.abs(y - x).max() < (0.008 if i == 3 else 1e-4) for i, y in enumerate(level))
+    assert np.abs(read_audio(str(d / 'stereo.wav'), 22050) - 0.75 * x).max() < 1e-4
+
+@pytest.mark.parametrize('rate', (8000, 16000, 24000, 44100, 48000))
+def test_resampling_keeps_the_band_and_nothing_else(tmp_path, rate):
+    soundfile.write(tmp_path / 'a.wav', tone(rate, rate, 1000.0, 0.5), rate, subtype='FLOAT')
+    y = read_audio(str(tmp_path / 'a.wav'), 22050)
+    assert len(y) == 22050 and np.abs(y - tone(22050, 22050, 1000.0, 0.5))[500:-500].max() < 1e-4       # in place, no delay
+    if rate > 22050 * 1.1:                                              # above the new band: gone, not folded back
+        soundfile.write(tmp_path / 'b.wav', tone(rate, rate, 14000.0, 0.5), rate, subtype='FLOAT')
+        assert np.abs(read_audio(str(tmp_path / 'b.wav'), 22050))[500:-500].max() < 1e-4
+
+def test_tables_of_every_kind_give_the_same_corpus(tmp_path, fake):
+    speech(tmp_path)
+    rows = list(csv.DictReader(open(tmp_path / 'table.csv')))
+    kinds = {
+        'comma.csv': None, 'tab.tsv': 'audio\ttext\tspeaker\n' + ''.join('\t'.join(r.values()) + '\n' for r in rows),
+        'bom_crlf.csv': b'\xef\xbb\xbf' + (tmp_path / 'table.csv').read_bytes().replace(b'\n', b'\r\n') + b'\r\n\r\n',
+        'quoted.csv': '"audio","text","speaker"\n' + ''.join(','.join(f'"{v}"' for v in r.values()) + '\n' for r in rows),
+        'no_last_newline.tsv': ('audio\ttext\tspeaker\n' + ''.join('\t'.join(r.values()) + '\n' for r in rows))[:-1],
+        'lines.jsonl': ''.join(json.dumps(r) + '\n' for r in rows),
+        'metadata.csv': ''.join('|'.join((r['audio'][:-4], r['text'], r['speaker'])) + '\n' for r in rows),
+        'renamed.csv': (tmp_path / 'table.csv').read_text().replace('audio,text,speaker', 'file,sentence,who')}
+    first = prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'table.csv')},))
+    for name, data in kinds.items():
+        if data is None:
+            continue
+        source = {'name': 'a', 'path': write(tmp_path / name, data)}
+        if name == 'metadata.csv':
+            source.update(root=str(tmp_path), columns={'audio': 0, 'text': 1, 'speaker': 2})
+        if name == 'renamed.csv':
+            source.update(columns={'audio': 'file', 'text': 'sentence', 'speaker': 'who'})
+        c = prepare(tmp_path / name.replace('.', '_'), (source,))
+        assert len(c) == 12 and not rejects(c.path), name
+        assert all(np.array_equal(c.rows[f], first.rows[f]) for f in c.rows.dtype.names if f != 'line') and c.speakers == first.speakers
+        assert all(open(os.path.join(c.path, f), 'rb').read() == open(os.path.join(first.path, f), 'rb').read() for f in ('codes.bin', 'text.bin'))
+
+def test_ljspeech(tmp_path, fake):
+    os.mkdir(tmp_path / 'wavs')
+    for i in range(3):
+        soundfile.write(tmp_path / f'wavs/LJ001-000{i}.wav', tone(5000), 22050)
+    path = write(tmp_path / 'metadata.csv', 'LJ001-0000|In 1465|In fourteen sixty-five\nLJ001-0001|"Open, she said|"Open, she said\nLJ001-0002|a|b|c\n')
+    c = prepare(tmp_path / 'out', ({'name': 'lj', 'path': path},), '--max_reject_share=0.5')
+    assert [bytes(c.text(i).astype(np.uint8)).decode() for i in range(2)] == ['In fourteen sixty-five', '"Open, she said']
+    assert c.rows['speaker'].tolist() == [-1, -1] and rejects(c.path)[0]['detail'] == 'line has 4 fields, the first line 3'
+
+@pytest.mark.parametrize('name, data, said', (
+    ('a.csv', 'audio,text\n0.wav,ok\n1.wav,"never closed\n2.wav,x\n3.wav,"y"\n', 'a.csv:3: bad quotes'),
+    ('a.tsv', 'audio\ttext\n0.wav\t"Hello," she said\n', 'a.tsv:2: bad quotes'),
+    ('a.csv', 'audio,transcript\n0.wav,x\n', "a.csv:1: no column 'text'; it has ['audio', 'transcript']"),
+    ('a.csv', '0.wav,x\n', "a.csv:1: no column 'audio', 'text'"),
+    ('a.csv', 'audio,text,text\n0.wav,x,y\n', 'a.csv:1: a column name is there twice'),
+    ('a.jsonl', '{"audio": "0.wav", "sentence": "x"}\n', "a.jsonl:1: no column 'text'"),
+    ('a.csv', b'audio,text\n0.wav,ok\n1.wav,caf\xe9\n', 'a.csv:3: not UTF-8'),
+    ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16'), 'a.csv:1: not UTF-8'),
+    ('a.csv', 'audio,text\r0.wav,x\r', 'a.csv:1: bad quotes'),
+    ('a.csv', 'audio,text\n\n', 'no rows in'), ('a.csv', '', 'no rows in'),
+    ('a.txt', 'audio,text\n', "'csv', 'tsv', 'jsonl' or 'ljspeech'")))
+def test_a_wrong_table_is_an_error_with_file_and_line(tmp_path, fake, name, data, said):
+    assert said in prepare(tmp_path / 'out', ({'name': 'a', 'path': write(tmp_path / name, data)},))
+    assert not os.path.exists(tmp_path / 'out')
+
+@pytest.mark.parametrize('change, said', (
+    ({'name': 'a/b'}, "without '/'"), ({'path': 'nowhere.csv'}, 'no such table'), ({'pathh': 'x'}, "unknown key 'pathh'"), ({'kind': 'xml'}, "kind 'xml'"),
+    ({'columns': {'audio': 'a', 'txt': 'b'}}, 'columns {')))
+def test_a_wrong_source_is_an_error(tmp_path, fake, change, said):
+    assert said in prepare(tmp_path / 'out', ({**speech(tmp_path), **change},))
+
+@pytest.mark.parametrize('flag, said', (
+    ('--max_seconds=-1', 'max_seconds'), ('--val_share=1.5', 'val_share'), ('--singleton_policy=drop', 'singleton_policy'), ('--min_clips_per_speaker=0', 'min_clips_per_speaker'),
+    ('--val_speakers=9', 'only 3 speakers'), ('--tokenizer=./nothing', 'no tokenizer.json'), ("--special_tokens={'a': 1}", 'five different ids'), ('--sources=()', 'sources: none')))
+def test_a_wrong_setting_is_an_error(tmp_path, fake, flag, said):
+    assert said in prepare(tmp_path / 'out', (speech(tmp_path),), flag)
+
+def test_odd_rows_are_counted_not_lost(tmp_path, fake):
+    speech(tmp_path)
+    lines = ['audio,text,speaker', '0.wav,one,s', '1.wav,,s', '2.wav," \u00a0\t",s', '', '3.wav,one more', '0.wav,one,t', '0.wav,two,s', '4.wav,a\u2028b,s', '5.wav,"' + 'x' * 200000 + '",s', '', '']
+    path = write(tmp_path / 'odd.csv', '\n'.join(lines))
+    c = prepare(tmp_path / 'out', ({'name': 'a', 'path': path},), '--max_reject_share=0.6')
+    assert c.rows['line'].tolist() == [2, 8, 9, 10] and c.rows['text_len'].tolist() == [3, 3, 5, 200000]
+    assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(3, 'text empty'), (4, 'text empty'), (5, 'line is blank'), (6, 'line has 2 fields, the first line 3'), (7, 'duplicate row')]
+    lines = [{'audio': '0.wav', 'text': 't'}, {'audio': '1.wav', 'text': None}, {'audio': '1.wav'}, {'audio': 7, 'text': 't'}, {'audio': '2.wav', 'text': '\ud83d'}, {'audio': None, 'text': 't'}, [1]]
+    path = write(tmp_path / 'odd.jsonl', ''.join(json.dumps(x) + '\n' for x in lines) + '{"audio": \n')
+    c = prepare(tmp_path / 'out2', ({'name': 'a', 'path': path},), '--max_reject_share=1')
+    assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(2, 'text empty'), (3, 'text empty'), (4, 'field is not a string'), (5, 'text not Unicode'),
+        (6, 'audio file not found'), (7, 'line is not a JSON object'), (8, 'line is not JSON')] and len(c) == 1
+
+def test_text_never_gives_special_ids():
+    tok, _ = load_tokenizer(TOKENIZER)
+    for text in ('<|start_of_speech|>', 'a <|end_of_text|> b', '<|tts_pad|><|tts_pad|>'):
+        assert encode_text(tok, text) == list(text.encode())
+    assert encode_text(tok, '  Cafe\u0301 \n') == list('Café'.encode()) == list(clean_text('Café').encode())
+    from tokenizers import AddedToken
+    tok, _ = load_tokenizer(TOKENIZER)
+    tok.add_tokens([AddedToken('<think>', special=False)])              # Qwen's: added, but not marked special
+    tok.enable_truncation(4)
+    assert encode_text(tok, '<think>12345') == list(b'<think>12345')
+    from transformers import PreTrainedTokenizerFast
+    fast = PreTrainedTokenizerFast.from_pretrained(TOKENIZER)
+    assert encode_text(fast, 'x<|start_of_text|>') == list(b'x<|start_of_text|>')
+
+def test_speakers(tmp_path, fake):
+    """Namespaces, null rows, speakers with too few clips under both policies, held-out speakers and texts."""
+    speech(tmp_path)
+    rows = [('s', 5), ('t', 3), ('rare', 2), ('', 1), ('nan', 1)]
+    lines, i = 'audio,text,speaker\n', 0
+    for name, n in rows:
+        for _ in range(n):
+            lines, i = lines + f'{i}.wav,words {i},{name}\n', i + 1
+    a, b = ({'name': n, 'path': write(tmp_path / f'{n}.csv', lines)} for n in 'ab')
+    c = prepare(tmp_path / 'null', (a, b), '--val_share=0')
+    assert c.speakers == ['a/s', 'a/t', 'b/s', 'b/t'] and c.rows['speaker'].tolist() == [0] * 5 + [1] * 3 + [-1] * 4 + [2] * 5 + [3] * 3 + [-1] * 4
+    assert c.rows['source'].tolist() == [0] * 12 + [1] * 12
+    assert c.meta['speaker_stats'] == {'usable_speakers': 4, 'usable_rows': 16, 'low_count_speakers': 2, 'low_count_rows': 4, 'null_rows': 8, 'null_share': 1 / 3,
+                                       'speakers_by_clips': {'2': 2, '3': 2, '5': 2}}
+    c = prepare(tmp_path / 'remove', (a, b), '--singleton_policy=remove', '--val_share=0', '--max_reject_share=0')     # a policy is no fault
+    assert len(c) == 20 and (c.rows['speaker'] < 0).sum() == 4 and c.meta['counts']['dropped']['a'] == {'speaker with too few clips': 2}
+    assert [r['line'] for r in rejects(c.path)] == [10, 11, 10, 11]
+    full = {line: c0 for line, c0 in zip(range(24), (Corpus(str(tmp_path / 'null')).codes(i) for i in range(24)))}
+    assert all(np.array_equal(c.codes(i), full[j]) for i, j in enumerate([*range(8), 10, 11, *range(12, 20), 22, 23]))
+    c = prepare(tmp_path / 'held', (a, b), '--val_speakers=2', '--val_share=0.3')
+    held = c.split('val_speakers')
+    chosen = sorted(('a/s', 'a/t', 'b/s', 'b/t'), key=share_of)[:2]
+    assert {c.speakers[s] for s in c.rows['speaker'][held]} == set(chosen) and len(held) == sum(5 if n[-1] == 's' else 3 for n in chosen)
+    counts = np.bincount(c.rows['speaker'][c.split('train')][c.rows['speaker'][c.split('train')] >= 0], minlength=len(c.speakers))
+    assert all(n == 0 or n >= 3 for n in counts)                        # a speaker in training has K clips there
+    texts = lambda name: {c.text(i).tobytes() for i in c.split(name)}
+    assert texts('val') and not texts('val') & texts('train')
+    assert len(c.split('train')) + len(c.split('val')) + len(held) == 24
+    c = prepare(tmp_path / 'jsonl', ({'name': 'j', 'path': write(tmp_path / 'j.jsonl', ''.join(json.dumps({'audio': f'{i}.wav', 'text': 'x', 'speaker': s}) + '\n'
+                for i, s in enumerate((7, '7', None, float('nan'), '', 'Ann', ' Ann '))))},), '--min_clips_per_speaker=2', '--val_share=0')
+    assert c.speakers == ['j/7', 'j/Ann'] and c.rows['speaker'].tolist() == [0, 0, -1, -1, -1, 1, 1]
+
+def test_golden_language_tag_and_speaker_names(tmp_path, fake):
+    """golden/row.json: tag before the text in small letters; rare speakers become null rows, other names get the source's prefix."""
+    golden = os.environ.get('GOLDEN_DIR', os.path.join(ROOT, 'tests/data/golden'))
+    if not os.path.exists(os.path.join(golden, 'row.json')):
+        pytest.skip(f'no row.json in {golden}')
+    golden = json.load(open(os.path.join(golden, 'row.json')))
+    tag, text, given = (golden['language_tag'][k] for k in ('tag', 'text', 'string_given_to_tokenizer'))
+    speech(tmp_path)
+    lines = f'audio,text,speaker,lang\n0.wav,{text},x,\n1.wav,{text},x,FR\n2.wav,{text},x,\n3.wav,{text},rare,\n4.wav,{text},__null_ref__,\n'
+    source = {'name': 'ab12', 'path': write(tmp_path / 'g.csv', lines), 'language_tag': tag, 'columns': {'audio': 'audio', 'text': 'text', 'speaker': 'speaker', 'language': 'lang'}}
+    c = prepare(tmp_path / 'out', (source,), '--val_share=0')
+    said = [bytes(c.text(i).astype(np.uint8)).decode() for i in range(5)]
+    assert said == [given, f'fr: {text}', given, given, given] and c.meta['sources'][0]['language_tag'] == tag
+    for case in golden['speaker_id_rewrite']['cases']:
+        if case['singleton_policy'] == 'null_prefix' and case['speaker_prefix']:
+            row = {'x': 0, 'rare': 3, '__null_ref__': 4}[case['speaker_in']]
+            got = c.rows['speaker'][row]
+            assert ('__null_ref__' if got < 0 else c.speakers[got].replace('/', '_')) == case['speaker_out']
+
+def test_same_bytes_in_any_way_it_is_run(tmp_path, fake):
+    source = speech(tmp_path / 'in', n=30)
+    one = files(prepare(tmp_path / 'one', (source,)).path)
+    assert files(prepare(tmp_path / 'two', (source,), '--unit_rows=7', '--batch_seconds=0.5').path) == one
+    # in a process of its own, as a user runs it, with workers; killed in the midst of it, twice, and run again
+    flags = [f'--out_dir={tmp_path}/three', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--unit_rows=4', '--num_workers=2']
+    (tmp_path / 'bin').mkdir()
+    (tmp_path / 'bin/codec.py').write_text(FAKE)
+    for name in ('prepare.py', 'configurator.py'):
+        shutil.copy(os.path.join(ROOT, name), tmp_path / 'bin')
+    done = []
+    for kill_at in ('3', '4', ''):
+        run = subprocess.run([sys.executable, str(tmp_path / 'bin/prepare.py'), *flags], env={**os.environ, 'KILL_AT': kill_at}, capture_output=True, text=True, timeout=60)
+        assert run.returncode == (-signal.SIGKILL if kill_at else 0), run.stderr
+        if kill_at:
+            assert not os.path.exists(tmp_path / 'three')
+            done.append(sum(f.startswith('unit-') and f.endswith('.npz') for f in os.listdir(tmp_path / 'three.building')))
+            if len(done) == 1:
+                write(tmp_path / 'three.building/unit-4-000005.npz.tmp', b'half a unit')
+    assert done == [2, 5] and '8 units of 4 rows, 5 of them done before' in run.stdout
+    assert files(tmp_path / 'three') == one
+
+def test_other_settings_are_refused_by_name(tmp_path, fake, capsys):
+    source, out = speech(tmp_path / 'in'), tmp_path / 'out'
+    before = files(prepare(out, (source,)).path)
+    prepare(out, (source,), '--num_workers=0', '--batch_seconds=9')
+    assert 'nothing to do' in capsys.readouterr().out
+    assert 'max_seconds: 40.0 there, 30.0 now' in prepare(out, (source,), '--max_seconds=30')
+    assert "sources[0].name: 'a' there, 'b' now" in prepare(out, ({**source, 'name': 'b'},))
+    table = open(source['path']).read()
+    write(tmp_path / 'in/table.csv', table.replace('number 3', 'number three'))
+    assert 'table_hashes.a' in prepare(out, (source,)) and files(out) == before
+    c = prepare(out, (source,), '--overwrite')
+    assert bytes(c.text(3).astype(np.uint8)).decode() == 'text, number three'
+    assert sorted(f for f in os.listdir(tmp_path)) == ['in', 'out']
+    os.mkdir(tmp_path / 'mine')
+    write(tmp_path / 'mine/thesis.txt', 'x')
+    assert 'files that are not a corpus' in prepare(tmp_path / 'mine', (source,), '--overwrite') and os.path.exists(tmp_path / 'mine/thesis.txt')
+
+def test_too_many_bad_rows_fail_the_run_and_lose_nothing(tmp_path, fake):
+    source = speech(tmp_path / 'in')
+    os.remove(tmp_path / 'in/3.wav')
+    said = prepare(tmp_path / 'out', (source,), '--unit_rows=5')
+    assert '1 of 12 rows are bad (8.3%), max_reject_share is 5.0%' in said and not os.path.exists(tmp_path / 'out')
+    assert rejects(tmp_path / 'out.building/corpus')[0]['line'] == 5
+    calls = sys.modules['codec'].NanoCodec.calls
+    assert len(prepare(tmp_path / 'out', (source,), '--unit_rows=5', '--max_reject_share=0.1')) == 11
+    assert sys.modules['codec'].NanoCodec.calls == calls                # nothing was encoded twice
+
+def test_reader_names_what_is_wrong(tmp_path, fake):
+    good = prepare(tmp_path / 'out', (speech(tmp_path / 'in'),)).path
+    with pytest.raises(FileNotFoundError, match='no corpus here'):
+        Corpus(str(tmp_path))
+    for name, change, said in (
+            ('codes.bin', lambda b: b[:-16], 'codes.bin: .* truncated'), ('text.bin', lambda b: b[:-1], 'text.bin: .* truncated'), ('index.bin', lambda b: b + b'\0', 'index.bin: .* truncated'),
+            ('meta.json', lambda b: b.replace(b'nanogepard-corpus', b'other'), "magic 'other'"), ('meta.json', lambda b: b.replace(b'"version": 1', b'"version": 2', 1), 'version 2'),
+            ('meta.json', lambda b: b[:100], 'meta.json: not JSON'), ('index.bin', lambda b: (10 ** 6).to_bytes(8, 'little') + b[8:], 'row 0: text 1000000')):
+        shutil.copytree(good, tmp_path / 'bad', dirs_exist_ok=True)
+        data = (tmp_path / 'bad' / name).read_bytes()
+        write(tmp_path / 'bad' / name, change(data))
+        with pytest.raises(ValueError, match=said):
+            Corpus(str(tmp_path / 'bad'))
+    shutil.copytree(good, tmp_path / 'bad', dirs_exist_ok=True)
+    data = (tmp_path / 'bad/codes.bin').read_bytes()
+    write(tmp_path / 'bad/codes.bin', (2016).to_bytes(2, 'little') + data[2:])
+    with pytest.raises(ValueError, match='row 0 has code 2016'):
+        Corpus(str(tmp_path / 'bad')).codes(0)
+    with pytest.raises(ValueError):
+        Corpus(good).split('test')
+
+def test_real_codec(tmp_path):
+    """The offline codec through NeMo, as `python prepare.py` runs it: the batch changes no code, and the codes are those of the clip alone."""
+    nemo = os.path.join(ROOT, 'assets/tiny/codec.nemo')
+    if not os.path.exists(nemo):
+        pytest.skip('no assets/tiny/codec.nemo')
+    pytest.importorskip('nemo', reason='NeMo is not installed')
+    source = speech(tmp_path / 'in', n=6)
+    flags = [f'--codec={nemo}', '--val_share=0']
+    c = prepare(tmp_path / 'one', (source,), *flags)
+    assert files(prepare(tmp_path / 'two', (source,), *flags, '--batch_seconds=0.3', '--unit_rows=4').path) == files(c.path)
+    from codec import NanoCodec
+    nano = NanoCodec(nemo)
+    for i in range(6):
+        assert np.array_equal(c.codes(i), nano.encode([read_audio(str(tmp_path / f'in/{i}.wav'), 22050)])[0])
+    assert len(nano.decode([c.codes(0)])[0]) == 1024 * len(c.codes(0))
