@@ -344,7 +344,7 @@ class PrefixEncoder(nn.Module):
 
     def forward(self, codes, mask, levels):
         """codes [B, T, K], mask [B, T] -> prefix [B, 8, d], q [B, 8, d]"""
-        x = self.input_proj(dequantize(codes, levels))
+        x = self.input_proj(dequantize(codes, levels).to(self.input_proj.weight.dtype))
         t, d = x.shape[1:]
         # Vaswani 2017 sinusoids, sin and cos interleaved
         freq = torch.exp(torch.arange(0, d, 2, device=x.device) * (-math.log(10000.0) / d))
@@ -843,11 +843,11 @@ def local_or_hub(name, patterns):
     return snapshot_download(name, allow_patterns=patterns)
 
 
-def read_tensors(folder):
+def read_tensors(folder, file='model.safetensors'):
     """All safetensors of a folder (one file, or those an index names) -> dict on the CPU."""
     from safetensors.torch import load_file
-    index = os.path.join(folder, 'model.safetensors.index.json')
-    files = sorted(set(read_json(index)['weight_map'].values())) if os.path.exists(index) else ['model.safetensors']
+    index = os.path.join(folder, f'{file}.index.json')
+    files = sorted(set(read_json(index)['weight_map'].values())) if os.path.exists(index) else [file]
     state = {}
     for name in files:
         path = os.path.join(folder, os.path.basename(name))
@@ -909,30 +909,20 @@ def fsync(path):
     os.close(fd)
 
 
-def save_checkpoint(path, state, cfg, tokenizer, metadata, extra=None):
-    """Write a checkpoint folder so that it is whole or absent: temporary name, fsync, rename.
+def write_json(path, content):
+    with open(path, 'w', encoding='utf-8') as f:
+        json.dump(content, f, indent=2, ensure_ascii=False)
 
-    state: our full state dict (any device); tokenizer: folder whose tokenizer files are copied (None: none); metadata:
-    dict -> training_metadata.json; extra(folder) may write more files, such as the resume state. An existing folder of
-    that name is an error."""
-    from safetensors.torch import save_file
+
+def write_folder(path, write):
+    """Make a folder whose files write(folder) writes, so that it is whole or absent whenever the process dies: temporary
+    name, fsync, rename. An existing folder of that name is an error."""
     if os.path.exists(path):
         raise FileExistsError(f'{path} exists already')
     tmp = f'{path}.tmp'
     shutil.rmtree(tmp, ignore_errors=True)      # left over from a killed save
     os.makedirs(tmp)
-    state = {k: v.detach().cpu().contiguous() for k, v in published(state, cfg).items()}
-    dtype = str(state['model.norm.weight'].dtype).removeprefix('torch.')
-    save_file(state, os.path.join(tmp, 'model.safetensors'), metadata={'format': 'pt'})
-    for name, content in (('config.json', cfg.backbone() | {'dtype': dtype}), ('gepard_config.json', cfg.to_json(dtype)),
-                          ('training_metadata.json', metadata)):
-        with open(os.path.join(tmp, name), 'w', encoding='utf-8') as f:
-            json.dump(content, f, indent=2, ensure_ascii=False)
-    for name in TOKENIZER_FILES:
-        if tokenizer and os.path.exists(os.path.join(tokenizer, name)):
-            shutil.copyfile(os.path.join(tokenizer, name), os.path.join(tmp, name))
-    if extra:
-        extra(tmp)
+    write(tmp)
     for name in os.listdir(tmp):
         fsync(os.path.join(tmp, name))
     fsync(tmp)
@@ -940,11 +930,34 @@ def save_checkpoint(path, state, cfg, tokenizer, metadata, extra=None):
     fsync(os.path.dirname(os.path.abspath(path)))
 
 
-def latest_checkpoint(folder, name='checkpoint'):
-    """The checkpoint folder `name-<step>` with the largest step, or None. Unfinished ones (.tmp) never match."""
+def save_checkpoint(path, state, cfg, tokenizer, metadata, extra=None):
+    """Write a checkpoint folder, whole or absent (see write_folder).
+
+    state: our full state dict (any device); tokenizer: folder whose tokenizer files are copied (None: none); metadata:
+    dict -> training_metadata.json; extra(folder) may write more files, such as the resume state."""
+    from safetensors.torch import save_file
+    state = {k: v.detach().cpu().contiguous() for k, v in published(state, cfg).items()}
+    dtype = str(state['model.norm.weight'].dtype).removeprefix('torch.')
+
+    def write(folder):
+        save_file(state, os.path.join(folder, 'model.safetensors'), metadata={'format': 'pt'})
+        write_json(os.path.join(folder, 'config.json'), cfg.backbone() | {'dtype': dtype})
+        write_json(os.path.join(folder, 'gepard_config.json'), cfg.to_json(dtype))
+        write_json(os.path.join(folder, 'training_metadata.json'), metadata)
+        for name in TOKENIZER_FILES:
+            if tokenizer and os.path.exists(os.path.join(tokenizer, name)):
+                shutil.copyfile(os.path.join(tokenizer, name), os.path.join(folder, name))
+        if extra:
+            extra(folder)
+    write_folder(path, write)
+
+
+def latest_checkpoint(folder, name='checkpoint', file='model.safetensors'):
+    """The checkpoint folder `name-<step>` with the largest step, or None. Unfinished ones (.tmp) never match, nor does
+    a folder without that file (adapters: 'adapter.safetensors')."""
     steps = []
     for entry in os.listdir(folder) if os.path.isdir(folder) else []:
         head, _, tail = entry.rpartition('-')
-        if head == name and tail.isdecimal() and os.path.isfile(os.path.join(folder, entry, 'model.safetensors')):
+        if head == name and tail.isdecimal() and os.path.isfile(os.path.join(folder, entry, file)):
             steps.append((int(tail), os.path.join(folder, entry)))
     return max(steps)[1] if steps else None

@@ -4,13 +4,14 @@ Numbers of the public reference on tiny random models; the model must reproduce 
     pytest tests/test_golden.py                       # the copy in tests/data/golden
     GOLDEN_DIR=<dir> pytest tests/test_golden.py      # any other set of that form (its README.md says what each file is)
 """
-import json, math, os
+import copy, json, math, os
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import lora
 import model as M
 from codec import dequantize, fold, unfold
 
@@ -468,3 +469,78 @@ def test_checkpoint_round_trip(model, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values()))
     with pytest.raises(FileExistsError):
         M.save_checkpoint(path, model.state_dict(), model.cfg, None, {})
+
+
+# ------------------------------------------------------------------ LoRA
+
+def golden_adapted(model):
+    """A copy of the golden model with the golden adapters."""
+    j, t = js('lora'), tensors('lora')
+    m = copy.deepcopy(model)
+    config = lora.inject(m, j['target_modules'], j['last_n_layers'], j['rank'], j['alpha'], j['dropout'])
+    state = {k.removeprefix('adapter.'): v for k, v in t.items() if k.startswith('adapter.')}
+    return m, config, state
+
+
+def padded_logits(model, fw):
+    """The reference's padded batch through ours -> {key as in lora.safetensors: [real tokens, ...]}, real mask [7, 49]."""
+    prefix = model.cfg.num_queries
+    rows = golden_rows(model, fw, duplicate_last=True)
+    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, prefix))
+    with torch.no_grad():
+        _, h = hidden_of(model, batch)
+    tail = torch.cat([torch.arange(int(a) + prefix, int(b)) for a, b in zip(batch['cu_seqlens'][:-1], batch['cu_seqlens'][1:])])
+    out = {f'logits.level_audio_{k}': x[tail] for k, x in enumerate(channel_logits(model, h))}
+    return out | {'logits_stop': model.stop_head(h)[tail].detach()}, fw['in.attention_mask'].bool()
+
+
+def test_lora(model):
+    j, t, fw = js('lora'), tensors('lora'), tensors('forward')
+    m, config, state = golden_adapted(model)
+    assert [n.removeprefix('model.') for n, p in m.named_modules() if isinstance(p, lora.LoRALinear)] == j['injected_relative_to_backbone']
+    assert [n for n, p in m.named_parameters() if p.requires_grad] == j['trainable_parameters_after_injection']
+    assert {n: list(p.shape) for n, p in m.named_parameters() if p.requires_grad} == j['adapter_shapes']
+    assert sorted(k for k in M.published(m.state_dict(), m.cfg) if '.lora_' in k or '.base.' in k) == j['checkpoint_keys_while_unmerged']
+    before, real = padded_logits(m, fw)         # B is zero: nothing has changed yet
+    assert j['zero_B_changes_nothing']
+    close(before['logits_stop'], t['without_adapters.logits_stop'][real], what='no-op')
+    for n, p in m.named_parameters():
+        if n in state:
+            p.data.copy_(state[n])
+    checked = 0
+    for case in ('with_adapters', 'after_merge'):
+        if case == 'after_merge':
+            lora.fold(m)
+        got, _ = padded_logits(m, fw)
+        for key, want in t.items():
+            if key.startswith(case):
+                close(got[key.removeprefix(case + '.')], want[real], 2e-5 if case == 'after_merge' else 1e-5, key)
+                checked += 1
+    assert checked >= 6
+    merged = lora.fold_state(M.published(model.state_dict(), model.cfg), state, config)
+    own = dict(m.named_parameters())
+    for key, want in t.items():
+        if key.startswith('merged.'):
+            name = key.removeprefix('merged.')
+            close(merged[name], want, 1e-6, key)
+            assert torch.equal(merged[name], own[name.replace('.weight', '.base.weight')])
+    assert sum(not torch.equal(merged[k], v) for k, v in M.published(model.state_dict(), model.cfg).items()) == j['number_merged']
+
+
+def test_lora_losses_and_gradients(model):
+    j, fw = js('lora'), tensors('forward')
+    m, _, state = golden_adapted(model)
+    for n, p in m.named_parameters():
+        if n in state:
+            p.data.copy_(state[n])
+    rows = golden_rows(m, fw)
+    batch = M.pack(rows, m.cfg, padded_positions(rows, m, fw, m.cfg.num_queries))
+    out = m(batch)
+    r, w = total_loss(m, out, batch, rows, 0, js('forward')['hyperparameters'])
+    check_parts(r, w, j['losses_with_adapters'])
+    r['total'].backward()
+    for n, p in m.named_parameters():
+        if n in j['adapter_grad_norms']:
+            assert float(p.grad.norm()) == pytest.approx(j['adapter_grad_norms'][n], rel=1e-4), n
+        else:
+            assert p.grad is None, n

@@ -1,0 +1,149 @@
+"""
+LoRA, Hu 2021: a frozen linear layer plus a trained low-rank change, y = W x + alpha/rank * B A x.
+
+Inject after the base weights are loaded, before FSDP and compile; both see plain modules. q_proj.weight becomes q_proj.base.weight,
+beside q_proj.lora_A and lora_B. An adapter folder: adapter.safetensors, adapter_config.json (parent's hash included), never the base.
+"""
+import hashlib, math, os
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from model import read_json, read_tensors, write_folder, write_json
+
+
+class LoRALinear(nn.Module):
+    """base is frozen; A and B are fp32 whatever the base is: at lr 2e-4 a bf16 weight would swallow most updates."""
+    def __init__(self, base, rank, alpha, dropout):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.lora_A = nn.Parameter(torch.empty(rank, base.in_features, device=base.weight.device, dtype=torch.float32))
+        self.lora_B = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device, dtype=torch.float32))
+        self.scaling, self.dropout = alpha / rank, nn.Dropout(dropout)
+        self.kept = None        # the base weight while folded
+
+    def forward(self, x):
+        y = self.base(x)
+        if self.kept is None:       # B starts at zero: an exact no-op
+            low = F.linear(self.dropout(x), self.lora_A.to(x.dtype))
+            y = y + self.scaling * F.linear(low, self.lora_B.to(x.dtype))
+        return y
+
+
+def adapters_of(model):
+    return [m for m in model.modules() if isinstance(m, LoRALinear)]
+
+
+def inject(model, targets, last_n_layers=0, rank=16, alpha=32, dropout=0.05, seed=0):
+    """Put adapters on the backbone's linears named in targets ('q_proj', 'down_proj', ...), in the last n layers (0: all),
+    and freeze everything else; the caller may thaw more, such as the stop head. Returns the adapter's config (dict)."""
+    if rank < 1 or alpha <= 0 or not 0 <= dropout < 1 or last_n_layers < 0:
+        raise ValueError(f'lora: rank {rank} must be >= 1, alpha {alpha} > 0, dropout {dropout} in [0, 1), last_n_layers {last_n_layers} >= 0')
+    if adapters_of(model):
+        raise ValueError('lora: this model has adapters already; fold or reload it first')
+    total = len(model.model.layers)
+    if last_n_layers > total:
+        print(f'lora: last_n_layers {last_n_layers} is more than there are, taking all {total}')
+    layers = list(range(total))[-last_n_layers:]
+    # only the backbone: the speaker prefix has a q_proj and v_proj as well
+    linears = [(m, n) for i in layers for m in model.model.layers[i].modules() for n, c in m.named_children() if isinstance(c, nn.Linear)]
+    available = list(dict.fromkeys(n for _, n in linears))
+    unknown = [t for t in targets if t not in available]
+    if unknown or not targets:
+        raise ValueError(f'lora: targets {unknown or list(targets)} match no linear layer; available: {", ".join(available)}')
+    model.requires_grad_(False)
+    g = torch.Generator().manual_seed(seed)
+    for module, name in linears:
+        if name in targets:
+            new = LoRALinear(getattr(module, name), rank, alpha, dropout)
+            setattr(module, name, new)
+            # drawn on the CPU: the same on every rank and device
+            new.lora_A.data.copy_(nn.init.kaiming_uniform_(torch.empty(new.lora_A.shape), a=math.sqrt(5), generator=g))
+    return {'rank': rank, 'alpha': alpha, 'dropout': dropout, 'targets': list(targets), 'layers': layers}
+
+
+def adapter_state(model, state=None):
+    """The adapters and whatever else is trained (the stop head), by name. state: a full state dict already gathered
+    over the ranks of an FSDP model; without one the model's own tensors."""
+    state = model.state_dict() if state is None else state
+    return {n: state[n].detach().cpu().contiguous() for n, p in model.named_parameters() if p.requires_grad}
+
+
+def tensors_hash(folder):
+    """'sha256:...' of a checkpoint's model.safetensors: an adapter fits one set of base weights and no other."""
+    with open(os.path.join(folder, 'model.safetensors'), 'rb') as f:
+        return 'sha256:' + hashlib.file_digest(f, 'sha256').hexdigest()
+
+
+def save_adapter(path, state, config, parent, parent_hash, extra=None):
+    """Write an adapter folder, whole or absent. config: inject's and what else the stage wants kept; parent: name of the
+    base checkpoint, parent_hash: its tensors_hash; extra(folder) may write more files, such as the resume state."""
+    def write(folder):
+        save_file(state, os.path.join(folder, 'adapter.safetensors'), metadata={'format': 'pt'})
+        write_json(os.path.join(folder, 'adapter_config.json'), config | {'parent': parent, 'parent_hash': parent_hash, 'tensors': len(state)})
+        if extra:
+            extra(folder)
+    write_folder(path, write)
+
+
+def read_adapter(path, parent=None):
+    """Adapter folder -> tensors, config. parent: folder of the base; its weights must be those it was trained on."""
+    config = read_json(os.path.join(path, 'adapter_config.json'))
+    state = read_tensors(path, 'adapter.safetensors')
+    if len(state) != config.get('tensors'):
+        raise ValueError(f"{path}: {len(state)} tensors in adapter.safetensors, {config.get('tensors')} saved according to adapter_config.json")
+    if parent is not None and tensors_hash(parent) != config['parent_hash']:
+        raise ValueError(f"{path}: made from {config['parent']}, whose weights are not those of {parent}")
+    return state, config
+
+
+def load_adapter(model, path, parent=None):
+    """Inject a folder's adapters and fill them; tensors loaded = tensors saved, or an error. Other trained tensors (the stop
+    head) are filled and thawed with them. Returns the folder's config."""
+    state, config = read_adapter(path, parent)
+    inject(model, config['targets'], len(config['layers']), config['rank'], config['alpha'], config['dropout'])
+    own = dict(model.named_parameters())
+    wrong = [n for n in own if 'lora_' in n and n not in state] + [n for n in state if n not in own or own[n].shape != state[n].shape]
+    if wrong:
+        raise ValueError(f'{path}: {len(wrong)} tensors missing, unknown or of another shape: {wrong[:4]}')
+    for name, t in state.items():
+        own[name].requires_grad_(True).data.copy_(t)
+    return config
+
+
+def folded(w, a, b, scaling):
+    """W + scaling * B A, in fp32, rounded once to W's dtype."""
+    return (w.float() + scaling * (b.float() @ a.float())).to(w.dtype)
+
+
+@torch.no_grad()
+def fold(model):
+    """Put the adapters into the base weights (for speed). unfold() brings the exact old weights back."""
+    for m in adapters_of(model):
+        if m.kept is None:
+            m.kept = m.base.weight.detach().clone()
+            m.base.weight.copy_(folded(m.kept, m.lora_A, m.lora_B, m.scaling))
+
+
+def unfold(model):
+    for m in adapters_of(model):
+        if m.kept is not None:
+            m.base.weight.copy_(m.kept)     # subtracting would leave the rounding behind
+            m.kept = None
+
+
+def fold_state(base, adapter, config):
+    """fold on tensors alone: a base checkpoint's, an adapter's and its config -> merged, with the base's keys and dtypes."""
+    out = dict(base)
+    for name, t in adapter.items():
+        layer, _, kind = name.rpartition('.')
+        key = f'{layer}.weight' if kind in ('lora_A', 'lora_B') else name
+        if key not in base:
+            raise ValueError(f'adapter tensor {name} has no {key} in the base')
+        if kind == 'lora_A':
+            out[key] = folded(base[key], t, adapter[f'{layer}.lora_B'], config['alpha'] / config['rank'])
+        elif kind != 'lora_B':
+            out[key] = t.to(base[key].dtype)
+    return out
