@@ -12,7 +12,8 @@ Written to out_dir, which appears only when it is complete (the work in between 
     meta.json      magic, version, sizes, codec, tokenizer, special ids, settings, counts, speakers
     rejects.jsonl  every row that was dropped: file, line, audio, reason, detail
 
-The same inputs give the same bytes, whatever num_workers, batch_seconds or interruptions. Killed, it goes on where it was.
+On one kind of device the same inputs give the same bytes, whatever the workers, the batch size or interruptions. Killed, it goes
+on where it was. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
 Other scripts read a corpus through Corpus, a file through read_audio, and a text through load_tokenizer and encode_text.
 """
 import csv, hashlib, itertools, json, math, os, re, shutil, sys, time, unicodedata
@@ -22,7 +23,7 @@ from datetime import timedelta
 import numpy as np
 
 # -----------------------------------------------------------------------------
-# what goes in: a tuple of dicts, one a source, in this order in the corpus
+sources = ()                    # what goes in, in this order: a tuple of dicts, one a source; at least one
 #   name          fixed namespace of its speakers ('name/speaker'): the same name in two sources is two people
 #   path          the table. csv, tsv: a header line; jsonl: one object a line; ljspeech: id|text or id|text|normalized text
 #   kind          'csv', 'tsv', 'jsonl' or 'ljspeech'; left out: by the extension, and a first line with '|' is ljspeech
@@ -32,7 +33,6 @@ import numpy as np
 #   quotes        True: "a ""field""" is unquoted (csv, tsv); False: quotes are text (left out: True, ljspeech False)
 #   language_tag  'es' puts 'es: ' before each text; a mapped language column does so row by row; left out: no tag
 #   max_rows      only the first so many rows of the table; left out: all
-sources = ()
 out_dir = 'data/corpus'
 codec = 'nvidia/nemo-nano-codec-22khz-1.89kbps-21.5fps'     # Hub name, or a local .nemo file
 tokenizer = 'nineninesix/qwen3_5-full-attn-only-14'         # Hub name, or a local folder with tokenizer.json
@@ -50,9 +50,9 @@ val_share = 0.01                # share of texts held out, by a hash of the text
 val_speakers = 0                # so many usable speakers are held out whole, by a hash of the name; 0 = off
 # how it runs: none of these changes a byte
 device = 'auto'                 # of the codec: 'auto' = cuda where there is one, else cpu
-num_workers = 0                 # processes that read and resample audio; 0 = in turn with the codec, in this process
-batch_seconds = 120.0           # audio seconds in one codec batch, padding included: some 40 on a laptop, 1000s on a big GPU
-unit_rows = 256                 # rows read, sorted by length, encoded and saved together; all that a kill can lose is two of these
+num_workers = 0                 # processes that read and resample audio; 0 = a thread of this process does
+batch_seconds = 120.0           # audio seconds in one codec batch, padding included: less on a small machine, 1000 on a big GPU; 0.0 = clip by clip
+unit_rows = 256                 # rows read, sorted by length, encoded and saved together: what a kill can lose
 overwrite = False               # True: a corpus or an unfinished one with other settings in out_dir is replaced
 # -----------------------------------------------------------------------------
 MAGIC, VERSION = 'nanogepard-corpus', 1
@@ -72,7 +72,8 @@ class Corpus:
     def __init__(self, path):
         self.path, name = path, os.path.join(path, 'meta.json')
         if not os.path.exists(name):
-            raise FileNotFoundError(f'{path}: no corpus here (no meta.json)' + (f'; {path}.building is unfinished' if os.path.isdir(path + '.building') else ''))
+            begun = f'; {path}.building is unfinished' if os.path.isdir(path + '.building') else ''
+            raise FileNotFoundError(f'{path}: no corpus here (no meta.json){begun}')
         try:
             self.meta = meta = json.load(open(name, encoding='utf-8'))
         except ValueError as e:
@@ -82,8 +83,9 @@ class Corpus:
         groups, self.speakers, self.radix = meta['codec']['groups'], meta['speakers'], math.prod(meta['codec']['levels'])
         self.files = {k: os.path.join(path, k + '.bin') for k in ('codes', 'text', 'index')}
         for k, item, n in (('codes', 2 * groups, meta['frames']), ('text', 4, meta['tokens']), ('index', ROW.itemsize, meta['rows'])):
-            if os.path.getsize(self.files[k]) != n * item:
-                raise ValueError(f'{self.files[k]}: {os.path.getsize(self.files[k])} bytes, but meta.json says {n} x {item}: truncated, or of another corpus')
+            size = os.path.getsize(self.files[k])
+            if size != n * item:
+                raise ValueError(f'{self.files[k]}: {size} bytes, but meta.json says {n} x {item}: truncated, or of another corpus')
         self.rows = np.fromfile(self.files['index'], dtype=ROW)
         for what, n in (('frame', meta['frames']), ('text', meta['tokens'])):
             start, length = self.rows[what + '_start'], self.rows[what + '_len']
@@ -130,15 +132,15 @@ def clean_text(text):
 
 def encode_text(tokenizer, text):
     """Ids (list of int) of a transcript, no layout: NFC, stripped. tokenizer: of `tokenizers`, or a fast one of transformers."""
-    tokenizer = getattr(tokenizer, 'backend_tokenizer', tokenizer)
-    if not tokenizer.encode_special_tokens:
+    tok = getattr(tokenizer, 'backend_tokenizer', tokenizer)
+    if not tok.encode_special_tokens:
         # '<|im_end|>' typed in a transcript is ten characters, not an id. The library's switch passes over added tokens
         # that are not marked special ('<think>'), so mark them all. And a tokenizer.json may ask to truncate: never.
-        tokenizer.add_special_tokens(list(tokenizer.get_added_tokens_decoder().values()))
-        tokenizer.encode_special_tokens = True
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-    return tokenizer.encode(clean_text(text), add_special_tokens=False).ids
+        tok.add_special_tokens(list(tok.get_added_tokens_decoder().values()))
+        tok.encode_special_tokens = True
+        tok.no_truncation()
+        tok.no_padding()
+    return tok.encode(clean_text(text), add_special_tokens=False).ids
 
 # ---- audio
 
@@ -220,11 +222,13 @@ def table_rows(source):
                 if not line.strip():
                     blank.append(n)         # at the end of the file they are nothing, between rows they are counted
                     continue
-                fields, bad = json.loads(line) if kind == 'jsonl' else next(csv.reader([line], delimiter=KINDS[kind], quoting=quoting, strict=True)), ''
+                bad = ''
+                fields = json.loads(line) if kind == 'jsonl' else next(csv.reader([line], strict=True, delimiter=KINDS[kind], quoting=quoting))
             except UnicodeDecodeError as e:
                 sys.exit(f'{path}:{n}: not UTF-8 (byte {raw[e.start]:#04x}): convert the table')
             except csv.Error as e:
-                sys.exit(f"{path}:{n}: bad quotes ({e}): a quoted field ends on its line, quotes in it are doubled; 'quotes': False in the source takes them as text")
+                sys.exit(f"{path}:{n}: bad quotes ({e}): a quoted field ends on its line, quotes in it are doubled; "
+                         "'quotes': False in the source takes them as text")
             except (ValueError, RecursionError) as e:
                 fields, bad = {}, f'line is not JSON: {e}'
             if kind == 'jsonl' and not isinstance(fields, dict):
@@ -261,8 +265,12 @@ def source_rows(number, source):
             audio, text, tag = audio.strip(), clean_text(text), tag.strip() or source.get('language_tag')
             audio += '.wav' * (kind == 'ljspeech' and not audio.lower().endswith(('.wav', '.flac', '.ogg', '.mp3')))
             first = seen.setdefault(hashlib.sha256(f'{audio}\0{text}'.encode('utf-8', 'surrogatepass')).digest()[:8], line)
-            bad = ('text empty' if not text else f'duplicate row: of line {first}' if first != line else        # half a UTF-16 pair: "\ud83d" in a jsonl
-                   f'not Unicode: {ascii(text)[:200]}' if re.search('[\ud800-\udfff]', text + audio + speaker) else '')
+            if not text:
+                bad = 'text empty'
+            elif first != line:
+                bad = f'duplicate row: of line {first}'
+            elif re.search('[\ud800-\udfff]', text + audio + speaker):      # half a UTF-16 pair: "\ud83d" in a jsonl
+                bad = f'not Unicode: {ascii(text)[:200]}'
         row = {'source': number, 'line': line, 'audio': str(audio)}
         yield {**row, 'reason': bad.split(':')[0], 'detail': bad.partition(': ')[2]} if bad else {
             **row, 'path': os.path.join(root, audio), 'text': f'{tag.lower()}: {text}' if tag else text, 'hash': share_of(text),
@@ -315,10 +323,11 @@ if __name__ == '__main__':
     stop = lambda message: sys.exit('prepare.py: ' + message)
 
     # validate: every fault is named before torch is imported
-    for key, low, high in (('max_seconds', 0, math.inf), ('min_frames', 1, math.inf), ('silence_peak', 0, 1), ('max_reject_share', 0, 1), ('val_share', 0, 1), ('val_speakers', 0, math.inf),
-                           ('min_clips_per_speaker', 1, math.inf), ('num_workers', 0, math.inf), ('batch_seconds', 1e-3, math.inf), ('unit_rows', 1, math.inf)):
-        if not low <= config[key] <= high:
-            stop(f'{key}: {config[key]} is not in {low}..{high}')
+    for low, high, keys in ((0, 1, 'silence_peak max_reject_share val_share'), (0, math.inf, 'max_seconds val_speakers num_workers batch_seconds'),
+                            (1, math.inf, 'min_frames min_clips_per_speaker unit_rows')):
+        for key in keys.split():
+            if not low <= config[key] <= high:
+                stop(f'{key}: {config[key]} is not in {low}..{high}')
     if singleton_policy not in ('null_prefix', 'remove'):
         stop(f"singleton_policy: 'null_prefix' or 'remove', got {singleton_policy!r}")
     if not sources or not all(isinstance(s, dict) for s in sources):
@@ -330,8 +339,9 @@ if __name__ == '__main__':
                                  (not name.strip() or '/' in name or name in [x.get('name') for x in sources[:i]], f"name {name!r}: one of its own, without '/'"),
                                  (not os.path.isfile(s.get('path', '')), f"path {s.get('path')!r}: no such table"),
                                  (most is not None and (not isinstance(most, int) or most < 1), f'max_rows {most!r}: 1 or more'),
-                                 (not {'audio', 'text'} <= set(columns) <= {'audio', 'text', 'speaker', 'language'} or len({type(c) for c in columns.values()}) > 1,
-                                  f'columns {columns}: audio, text, and if there are any speaker and language; all names, or all numbers for a table without header')):
+                                 (not {'audio', 'text'} <= set(columns) <= {'audio', 'text', 'speaker', 'language'}
+                                  or {type(c) for c in columns.values()} not in ({str}, {int}),
+                                  f'columns {columns}: audio, text, speaker? and language?, by name, or all by number in a table without header')):
             if fault:
                 stop(f'sources[{i}]: {complaint}')
         if kind_of(s) not in KINDS:
@@ -392,14 +402,17 @@ if __name__ == '__main__':
     # encode, unit by unit, while the pool reads the audio of the next one. No workers: a thread of this process does
     from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
     from multiprocessing import get_context
-    pool = ProcessPoolExecutor(num_workers, get_context('spawn'), end_with_parent) if num_workers else ThreadPoolExecutor(1)    # fork is not safe with torch's threads
+    pool = ThreadPoolExecutor(1)
+    if num_workers:                                 # spawn: fork is not safe once torch has threads
+        pool = ProcessPoolExecutor(num_workers, get_context('spawn'), end_with_parent)
+    read = lambda row: pool.submit(load_clip, row['path'], rate, max_seconds, min_frames * hop, silence_peak)
     stream, ahead = (row for i, s in enumerate(sources) for row in source_rows(i, s)), deque()
     begin = said = time.time()
     seconds = dropped = done = 0
     for unit in units + ['']:                       # '' encodes what is still ahead
         rows = list(itertools.islice(stream, unit_rows))
         if unit in todo:
-            ahead.append((unit, rows, [None if 'reason' in r else pool.submit(load_clip, r['path'], rate, max_seconds, min_frames * hop, silence_peak) for r in rows]))
+            ahead.append((unit, rows, [None if 'reason' in r else read(r) for r in rows]))
         if not ahead or unit and len(ahead) < 2:
             continue
         unit, rows, jobs = ahead.popleft()
@@ -411,6 +424,8 @@ if __name__ == '__main__':
                 if not len(text[i]) or np.isin(text[i], list(special.values())).any():
                     clips[i] = ('text holds a special token' if len(text[i]) else 'text gives no tokens', r['text'][:200])
         good = [i for i, clip in enumerate(clips) if isinstance(clip, np.ndarray)]
+        rejects = [{'source': r['source'], 'line': r['line'], 'audio': r['audio'], 'reason': clip[0], 'detail': clip[1]}
+                   for r, clip in zip(rows, clips) if not isinstance(clip, np.ndarray)]
         codes, batch = {}, []
         for i in sorted(good, key=lambda i: -len(clips[i])) + [None]:       # longest first: what does not fit fails at once
             if batch and (i is None or len(clips[batch[0]]) * (len(batch) + 1) > batch_seconds * rate):
@@ -421,11 +436,12 @@ if __name__ == '__main__':
             if codes[i].shape != (-(-len(clips[i]) // hop), groups) or codes[i].max() >= radix:
                 raise RuntimeError(f"{rows[i]['path']}: the codec gave codes {codes[i].shape} up to {codes[i].max()} for {len(clips[i])} samples")
         draft = np.array([(len(text[i]), len(codes[i]), rows[i]['line'], rows[i]['source'], rows[i]['hash']) for i in good], dtype=DRAFT)
-        rejects = [{**{k: r[k] for k in ('source', 'line', 'audio')}, 'reason': c[0], 'detail': c[1]} for r, c in zip(rows, clips) if not isinstance(c, np.ndarray)]
         words = json.dumps({'names': [rows[i]['speaker'] for i in good], 'rejects': rejects}).encode()
-        save(unit, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8), text=np.concatenate([np.zeros(0, '<u4')] + [text[i] for i in good]),
+        save(unit, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8),
+                                      text=np.concatenate([np.zeros(0, '<u4')] + [text[i] for i in good]),
                                       codes=np.concatenate([np.zeros((0, groups), '<u2')] + [codes[i].astype('<u2') for i in good])))
-        seconds, dropped, done, spent = seconds + draft['frame_len'].sum() * hop / rate, dropped + len(rejects), done + 1, time.time() - begin
+        seconds, dropped = seconds + draft['frame_len'].sum() * hop / rate, dropped + len(rejects)
+        done, spent = done + 1, time.time() - begin
         if time.time() - said > 5 or done == len(todo):
             said = time.time()
             print(f'{done:,}/{len(todo):,} units, {seconds / 3600:.2f} hours, {dropped:,} dropped, {seconds / spent:.0f}x real time, '
@@ -450,7 +466,8 @@ if __name__ == '__main__':
     low = {n for n in clips if n not in held and trained[n] < min_clips_per_speaker}        # counted after filters, without held-out texts
     is_low = np.array([n in low for n in names], dtype=bool)
     keep = ~is_low if singleton_policy == 'remove' else np.ones(len(names), dtype=bool)
-    rejects += [{'source': int(r['source']), 'line': int(r['line']), 'audio': '', 'reason': 'speaker with too few clips', 'detail': n} for r, n in zip(draft[~keep], names[~keep])]
+    rejects += [{'source': int(r['source']), 'line': int(r['line']), 'audio': '', 'reason': 'speaker with too few clips', 'detail': n}
+                for r, n in zip(draft[~keep], names[~keep])]
     rejects.sort(key=lambda r: (r['source'], r['line']))
     speakers = sorted(set(clips) - low)
     number = {n: i for i, n in enumerate(speakers)}
@@ -460,21 +477,29 @@ if __name__ == '__main__':
     for what in ('text', 'frame'):
         index[what + '_start'] = np.cumsum(index[what + '_len']) - index[what + '_len']
     index['split'], index['speaker'] = split[keep], [number.get(n, -1) for n in names[keep]]
-    nulls = int((index['speaker'] < 0).sum())
-    meta = {'magic': MAGIC, 'version': VERSION, 'rows': len(index), 'frames': int(index['frame_len'].sum()), 'tokens': int(index['text_len'].sum()),
-            'codec': {'id': codec, 'sample_rate': rate, 'hop': hop, 'levels': list(nano.levels), 'groups': groups},
-            'tokenizer': {'id': tokenizer, 'hash': settings['tokenizer_hash'], 'length': length}, 'special_tokens': special, 'sources': settings['sources'], 'settings': settings,
-            'counts': {'kept': {s['name']: int((index['source'] == i).sum()) for i, s in enumerate(sources)},
-                       'dropped': {s['name']: dict(sorted(Counter(r['reason'] for r in rejects if r['source'] == i).items())) for i, s in enumerate(sources)},
-                       'split': {name: int((index['split'] == i).sum()) for i, name in enumerate(SPLITS)}},
-            'speaker_stats': {'usable_speakers': len(speakers), 'usable_rows': len(index) - nulls, 'low_count_speakers': len(low), 'low_count_rows': int(is_low.sum()),
-                              'null_rows': nulls, 'null_share': nulls / max(1, len(index)), 'speakers_by_clips': {str(c): n for c, n in sorted(Counter(clips.values()).items())}},
-            'speakers': speakers}
+    nulls, per_source = int((index['speaker'] < 0).sum()), range(len(sources))
+    why = [Counter(r['reason'] for r in rejects if r['source'] == i) for i in per_source]
+    meta = {
+        'magic': MAGIC, 'version': VERSION,
+        'rows': len(index), 'frames': int(index['frame_len'].sum()), 'tokens': int(index['text_len'].sum()),
+        'codec': {'id': codec, 'sample_rate': rate, 'hop': hop, 'levels': list(nano.levels), 'groups': groups},
+        'tokenizer': {'id': tokenizer, 'hash': settings['tokenizer_hash'], 'length': length},
+        'special_tokens': special, 'sources': settings['sources'], 'settings': settings,
+        'counts': {'kept': {sources[i]['name']: int((index['source'] == i).sum()) for i in per_source},
+                   'dropped': {sources[i]['name']: dict(sorted(why[i].items())) for i in per_source},
+                   'split': {name: int((index['split'] == i).sum()) for i, name in enumerate(SPLITS)}},
+        'speaker_stats': {'usable_speakers': len(speakers), 'usable_rows': len(index) - nulls,
+                          'low_count_speakers': len(low), 'low_count_rows': int(is_low.sum()),
+                          'null_rows': nulls, 'null_share': nulls / max(1, len(index)),
+                          'speakers_by_clips': {str(c): n for c, n in sorted(Counter(clips.values()).items())}},
+        'speakers': speakers}
     new, replaced = os.path.join(building, 'corpus'), os.path.join(building, 'replaced')
     shutil.rmtree(new, ignore_errors=True)
     os.makedirs(new)
-    said = ''.join(json.dumps({'file': sources[r['source']]['path'], **{k: r[k] for k in ('line', 'audio', 'reason', 'detail')}}, ensure_ascii=False) + '\n' for r in rejects)
-    save(os.path.join(new, 'rejects.jsonl'), lambda f: f.write(said.encode('utf-8', 'backslashreplace')))
+    for r in rejects:
+        r['file'] = sources[r.pop('source')]['path']
+    lines = ''.join(json.dumps(r, ensure_ascii=False, sort_keys=True) + '\n' for r in rejects)
+    save(os.path.join(new, 'rejects.jsonl'), lambda f: f.write(lines.encode('utf-8', 'backslashreplace')))
     if not len(index) or bad > max_reject_share * total:
         print_table(meta)
         stop(f'{bad:,} of {total:,} rows are bad ({bad / total:.1%}), max_reject_share is {max_reject_share:.1%}: see {new}/rejects.jsonl')

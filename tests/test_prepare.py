@@ -313,6 +313,32 @@ def test_same_bytes_in_any_way_it_is_run(tmp_path, fake):
     assert done == [2, 5] and '8 units of 4 rows, 5 of them done before' in run.stdout
     assert files(tmp_path / 'three') == one
 
+def test_killed_at_any_write_it_goes_on(tmp_path, fake, monkeypatch):
+    """Every rename of a run, in turn, is where it dies. In out_dir is the old corpus, none, or the new one, never a part of one."""
+    source, out = speech(tmp_path / 'in'), tmp_path / 'out'
+    flags = ('--val_share=0.3', '--unit_rows=5', '--overwrite')
+    new, old = files(prepare(tmp_path / 'new', (source,), *flags).path), files(prepare(tmp_path / 'old', (source,)).path)
+    real, left = {kind: getattr(os, kind) for kind in ('rename', 'replace')}, [0]
+    def die(kind, *a):
+        left[0] -= 1
+        if not left[0]:
+            raise KeyboardInterrupt
+        real[kind](*a)
+    for kind in real:
+        monkeypatch.setattr(os, kind, lambda *a, kind=kind: die(kind, *a))
+    for kill_at in range(1, 12):        # settings, 3 units, rejects, 3 arrays, meta, the old corpus away, the new one in its place
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.copytree(tmp_path / 'old', out)
+        left[0] = kill_at
+        with pytest.raises(KeyboardInterrupt):
+            prepare(out, (source,), *flags)
+        assert kill_at == 11 and not os.path.exists(out) or files(out) == old
+        assert files(prepare(out, (source,), *flags).path) == new
+        assert sorted(os.listdir(tmp_path)) == ['in', 'new', 'old', 'out']
+    left[0] = 12
+    prepare(out, (source,), *flags)
+    assert left[0] == 1                 # there are no more than these 11
+
 def test_other_settings_are_refused_by_name(tmp_path, fake, capsys):
     source, out = speech(tmp_path / 'in'), tmp_path / 'out'
     before = files(prepare(out, (source,)).path)
@@ -376,3 +402,7 @@ def test_real_codec(tmp_path):
     for i in range(6):
         assert np.array_equal(c.codes(i), nano.encode([read_audio(str(tmp_path / f'in/{i}.wav'), 22050)])[0])
     assert len(nano.decode([c.codes(0)])[0]) == 1024 * len(c.codes(0))
+
+def test_help_is_the_config_block(capsys, tmp_path):
+    prepare_help = subprocess.run([sys.executable, SCRIPT, '--help'], capture_output=True, text=True).stdout
+    assert 'val_share = 0.01' in prepare_help and 'language_tag' in prepare_help and 'class Corpus' not in prepare_help
