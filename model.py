@@ -662,7 +662,12 @@ def generate(model, texts, prefix=None, *, max_frames=300, temperature=0.4, top_
     if min(temperature, top_k, cfg_frames, repetition_window) < 0 or repetition_penalty <= 0:
         raise ValueError('temperature, top_k, cfg_frames and repetition_window must not be negative, repetition_penalty must be positive')
     b, width, channels = len(texts), max(cfg.levels), len(cfg.levels)
-    caps = torch.as_tensor(max_frames, device=dev).expand(b)
+    caps = torch.as_tensor(max_frames, device=dev)
+    wrong = [f'{k}: {len(v)} for {b} texts' for k, v in (('prefix', prefix), ('seeds', seeds), ('max_frames', caps if caps.dim() else None))
+             if v is not None and len(v) != b]
+    if wrong or not texts:
+        raise ValueError('generate: ' + (', '.join(wrong) or 'no texts'))
+    caps = caps.expand(b)
     longest = int(caps.max())
     if int(caps.min()) < 1:
         raise ValueError(f'max_frames must be at least 1, got {max_frames}')
@@ -801,11 +806,15 @@ def published(state, cfg):
 
 
 def fused(state, cfg):
-    """Published key names -> our state dict. Raises KeyError naming a missing table or head."""
+    """Published key names -> our state dict. Raises KeyError or ValueError naming a missing or wrong table or head."""
     out = {k: v.reshape(1) if k in ('audio_embed_scale', 'ref_compressor.output_scale') else v    # 0-dim in older files
-           for k, v in state.items() if not k.startswith(('audio_embeddings.', 'codebook_heads.'))}
+           for k, v in state.items()}
     for part, kind in (('audio_embeddings', 'weight'), ('codebook_heads', 'weight'), ('codebook_heads', 'bias')):
-        out[f'{part}.{kind}'] = torch.cat([state[f'{part}.{i}.{kind}'] for i in range(len(cfg.levels))])
+        pieces = [out.pop(f'{part}.{i}.{kind}') for i in range(len(cfg.levels))]
+        wrong = [f'{part}.{i}.{kind} has {len(t)} rows instead of {n}' for i, (t, n) in enumerate(zip(pieces, cfg.levels)) if len(t) != n]
+        if wrong:       # side by side, heads of swapped sizes would fit
+            raise ValueError(', '.join(wrong))
+        out[f'{part}.{kind}'] = torch.cat(pieces)
     return out
 
 
@@ -896,6 +905,8 @@ def load_checkpoint(name, device='cpu', dtype=torch.float32):
         state = fused(read_tensors(folder), cfg)
     except KeyError as e:
         raise ValueError(f'{folder}/model.safetensors: missing {e}') from None
+    except ValueError as e:
+        raise ValueError(f'{folder}/model.safetensors: {e}') from None
     missing = load_strict(model, {k: v.float() for k, v in state.items()}, f'{folder}/model.safetensors', may_miss=('supcon_head.',),
                           may_ignore=() if cfg.supcon_hidden else ('supcon_head.',))
     if missing:

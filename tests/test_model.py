@@ -3,7 +3,7 @@ The model against transformers, against brute force and against itself (packed o
 
     pytest tests/test_model.py                # tests that need a GPU are skipped with a reason where there is none
 """
-import json, math, os, signal, subprocess, sys, time
+import json, math, os, signal, time
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 
 import model as M
-from codec import unfold
+from codec import fold, unfold
 
 torch.set_num_threads(1)
 SPECIAL = {'tokeniser_length': 261, 'start_of_text': 258, 'end_of_text': 259, 'start_of_speech': 256, 'end_of_speech': 257, 'tts_pad': 260}
@@ -247,7 +247,7 @@ def overfit():
         opt.zero_grad()
         (r['total'] + r2['total']).backward()
         opt.step()
-    return model.eval(), rows, float(r['code'] + r2['code'])
+    return model.eval(), rows, float((r['code'] + r2['code']).detach())
 
 
 def test_overfit_one_row(overfit):
@@ -320,3 +320,376 @@ def sharded(rank):
 
 def test_two_ranks():
     two_ranks(sharded)
+
+
+# ------------------------------------------------------------------ generation
+
+def texts_of(cfg, n, seed=5):
+    return [r['text'] for r in random_rows(cfg, [1] * n, seed)]
+
+
+def speak(model, which, texts, prefix, **kw):
+    """generate() for some of the rows; per-row settings are lists over all rows."""
+    pick = lambda v: [v[i] for i in which] if isinstance(v, list) else v
+    return M.generate(model, [texts[i] for i in which], None if prefix is None else prefix[which], **{k: pick(v) for k, v in kw.items()})
+
+
+@pytest.fixture(scope='module')
+def speaker():
+    """A tiny model whose stop head fires now and then, 4 texts and prefixes."""
+    model = tiny_model(noise=0.3).eval()
+    model.stop_head.weight.data *= 30
+    model.codebook_heads.weight.data *= 10
+    with torch.no_grad():
+        ref = torch.stack([unfold(torch.from_numpy(r['ref'][:4].astype(np.int64))) for r in random_rows(model.cfg, [1] * 4)])
+        prefix = model.speaker_prefix(ref, torch.ones(ref.shape[:2], dtype=torch.bool))[0]
+    return model, texts_of(model.cfg, 4), prefix
+
+
+@pytest.mark.parametrize('kw', [
+    dict(temperature=0), dict(temperature=0.9), dict(temperature=0.7, top_k=3), dict(temperature=0.9, cfg_scale=3.0, cfg_frames=4),
+    dict(temperature=0.9, cfg_scale=2.0, cfg_frames=0, uncond='audio_only'), dict(temperature=0.5, repetition_penalty=1.3, repetition_window=4)],
+    ids=lambda kw: ' '.join(f'{k}={v}' for k, v in kw.items()))
+@pytest.mark.parametrize('voiced', [True, False])
+def test_batch_equals_one_by_one(speaker, kw, voiced):
+    """Texts, frame caps and seeds of its own in each row; neither neighbours nor their order matter."""
+    model, texts, prefix = speaker
+    prefix = prefix if voiced else None
+    kw = dict(kw, max_frames=[3, 12, 7, 1], seeds=[11, 12, 13, 14])
+    together = speak(model, [0, 1, 2, 3], texts, prefix, **kw)
+    alone = [speak(model, [i], texts, prefix, **kw)[0] for i in range(4)]
+    turned = speak(model, [3, 2, 1, 0], texts, prefix, **kw)[::-1]
+    for i, (a, b, c) in enumerate(zip(together, alone, turned)):
+        assert torch.equal(a['codes'], b['codes']) and torch.equal(a['codes'], c['codes'])
+        assert a['ended_by'] == b['ended_by'] == c['ended_by'] and a['stop_probs'] == pytest.approx(b['stop_probs'], rel=1e-3, abs=1e-6)
+        assert 1 <= len(a['codes']) <= kw['max_frames'][i] and (a['ended_by'] == 'stop_head' or len(a['codes']) == kw['max_frames'][i])
+
+
+def test_seeds(speaker):
+    model, texts, prefix = speaker
+    run = lambda seeds: speak(model, [0, 0, 0], texts, prefix, temperature=1.0, max_frames=5, stop_threshold=1.0, seeds=seeds)
+    a, b, c = run((1, 2, 1))
+    assert torch.equal(a['codes'], c['codes']) and not torch.equal(a['codes'], b['codes'])
+    assert all(torch.equal(x['codes'], y['codes']) for x, y in zip(run(None), run((0, 1, 2))))
+
+
+def test_uncached(speaker):
+    """Arg-max decoding with the cache equals a whole forward for each frame."""
+    model, texts, prefix = speaker
+    for i, g in enumerate(speak(model, [0, 1, 2, 3], texts, prefix, temperature=0, max_frames=6, stop_threshold=1.0)):
+        row = {'text': texts[i], 'prefix': prefix[i], 'codes': np.zeros((1, 8), np.uint16)}
+        for frame in g['codes']:
+            with torch.no_grad():
+                logits = model(M.pack([row], model.cfg))['logits'][-1]
+            assert torch.equal(logits.argmax(-1), frame)
+            row['codes'] = np.concatenate((row['codes'][:-1], fold(frame[None]).numpy(), row['codes'][-1:]))
+
+
+def test_streaming_callback(speaker):
+    """Each frame of each row is announced once, in order, while the row runs."""
+    model, texts, prefix = speaker
+    heard, steps = [[] for _ in texts], []
+
+    def on_frame(step, codes, running):
+        steps.append(step)
+        for i in running.nonzero()[:, 0].tolist():
+            heard[i].append(codes[i].clone())
+
+    got = speak(model, [0, 1, 2, 3], texts, prefix, temperature=0.9, max_frames=[3, 12, 7, 1], on_frame=on_frame)
+    assert steps == list(range(max(len(g['codes']) for g in got)))
+    for g, h in zip(got, heard):
+        assert torch.equal(torch.stack(h), g['codes'])
+
+
+def test_guidance_of_scale_one_is_none(speaker):
+    model, texts, prefix = speaker
+    run = lambda **kw: speak(model, [0, 1, 2], texts, prefix, temperature=0.8, max_frames=6, stop_threshold=1.0, **kw)
+    plain, one, strong = run(), run(cfg_scale=1.0, cfg_frames=0, uncond='audio_only'), run(cfg_scale=3.0)
+    assert all(torch.equal(a['codes'], b['codes']) for a, b in zip(plain, one))
+    assert any(not torch.equal(a['codes'], b['codes']) for a, b in zip(plain, strong))
+    # cond + (scale - 1) * (cond - uncond): next to 1 it is next to nothing, so arg-max codes stay
+    near = [run(top_k=1, cfg_scale=s, cfg_frames=0) for s in (1.0, 1.0 + 1e-6)]
+    assert all(torch.equal(a['codes'], b['codes']) for a, b in zip(*near))
+
+
+def test_forced_stop(speaker):
+    model, texts, prefix = speaker
+    for g in speak(model, [0, 1], texts, prefix, temperature=0, max_frames=9, stop_threshold=1.0, force_stop_frames=4):
+        assert len(g['codes']) == 4 and g['ended_by'] == 'force_stop_frames'
+
+
+@pytest.mark.parametrize('kw, message', [
+    (dict(texts=[[1, 2]]), 'laid out'), (dict(texts=[[]]), 'laid out'), (dict(texts=[]), 'no texts'), (dict(force_stop_frames=0), 'force_stop_frames must be at least 1'),
+    (dict(uncond='nothing'), "'nothing'"), (dict(max_frames=0), 'max_frames must be at least 1'), (dict(max_frames=[5, 0]), 'max_frames must be at least 1'),
+    (dict(temperature=-1), 'must not be negative'), (dict(top_k=-1), 'must not be negative'), (dict(cfg_frames=-1), 'must not be negative'),
+    (dict(repetition_window=-1), 'must not be negative'), (dict(repetition_penalty=0), 'repetition_penalty must be positive'),
+    (dict(max_frames=[5, 5, 5]), 'max_frames: 3 for 2 texts'), (dict(seeds=[1]), 'seeds: 1 for 2 texts'), (dict(prefix=torch.zeros(1, 8, 64)), 'prefix: 1 for 2 texts')],
+    ids=lambda x: x if isinstance(x, str) else next(iter(x)))
+def test_bad_arguments(speaker, kw, message):
+    model, texts, _ = speaker
+    kw = {'texts': texts[:2], 'max_frames': 3} | kw
+    with pytest.raises(ValueError, match=message) as e:
+        M.generate(model, kw.pop('texts'), **kw)
+    assert '\n' not in str(e.value)
+
+
+@pytest.mark.parametrize('temperature, top_k', [(1.0, 0), (0.6, 0), (1.5, 3)])
+def test_sampling_follows_softmax(temperature, top_k):
+    """Frequencies of the first frame's codes over 4000 seeds against softmax(logits / temperature), chi-square by channel."""
+    model = tiny_model(num_hidden_layers=1).eval()
+    model.codebook_heads.weight.data *= 10
+    text, n = M.layout([7, 8], SPECIAL), 4000
+    got = torch.cat([torch.stack([g['codes'][0] for g in M.generate(
+        model, [text] * 500, max_frames=1, temperature=temperature, top_k=top_k, seeds=list(range(s, s + 500)))]) for s in range(0, n, 500)])
+    with torch.no_grad():
+        logits = model(M.pack([{'text': text, 'codes': np.zeros((1, 8), np.uint16)}], model.cfg))['logits'][0]      # [K, L]
+    if top_k:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], float('-inf'))
+    p = (logits / temperature).softmax(-1).double()
+    seen = F.one_hot(got, 8).sum(0).double()                                        # [K, L]
+    assert seen[p == 0].sum() == 0
+    used = n * p >= 5
+    chi, dof = ((seen - n * p).square() / (n * p))[used].sum(), int(used.sum()) - len(p)
+    assert abs(chi - dof) < 5 * (2 * dof) ** 0.5, (chi, dof)
+    # channels are drawn apart: no correlation between their codes
+    x = got.double() - got.double().mean(0)
+    c = torch.corrcoef(x.T)[~torch.eye(len(p), dtype=torch.bool)]
+    assert c.abs().max() < 5 / n ** 0.5
+
+
+# ------------------------------------------------------------------ preference training
+
+def test_trajectory_logprob_by_brute_force():
+    """One forward for each frame, in which that frame is the last: nothing later can leak in."""
+    model = tiny_model().eval()
+    model.stop_head.weight.data *= 3
+    rows = random_rows(model.cfg, [4, 1, 7])
+    truncated = torch.tensor([False, True, True])
+    batch = M.pack(rows, model.cfg)
+    with torch.no_grad():
+        tokens, stop, frames = M.trajectory_logprob(model(batch), batch, truncated)
+        for i, r in enumerate(rows):
+            want_tokens = want_stop = 0.0
+            codes = unfold(torch.from_numpy(r['codes'].astype(np.int64)))
+            for j in range(len(codes)):
+                out = model(M.pack([r | {'codes': r['codes'][:j + 1]}], model.cfg))
+                for k in range(len(model.cfg.levels)):
+                    want_tokens += float(out['logits'][j, k, :model.cfg.levels[k]].double().softmax(-1)[codes[j, k]].log())
+                p = float(torch.sigmoid(out['stop_logits'][-1].double()).clamp(1e-4, 1 - 1e-4))
+                last = j == len(codes) - 1
+                want_stop += (0 if truncated[i] else math.log(p)) if last else math.log(1 - p)
+            assert float(tokens[i]) == pytest.approx(want_tokens, rel=1e-5)
+            assert float(stop[i]) == pytest.approx(want_stop, rel=1e-5, abs=1e-6)
+    assert frames.tolist() == [4, 1, 7]
+
+
+# ------------------------------------------------------------------ checkpoints
+
+def test_kill_during_save(tmp_path):
+    """SIGKILL at random moments of a saving process: every folder without .tmp is whole, the newest is found by number."""
+    model, folder = tiny_model(), str(tmp_path)
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+
+    def save(step):
+        state['stop_head.bias'].fill_(step)
+        M.save_checkpoint(os.path.join(folder, f'checkpoint-{step}'), state, model.cfg, None, {'step': step})
+
+    save(200)
+    assert M.latest_checkpoint(folder).endswith('checkpoint-200')
+    first, cut, wait = 1000, 0, np.random.default_rng(0)
+    for attempt in range(10):
+        pid = os.fork()
+        if pid == 0:                # the process that saves; it never comes back
+            try:
+                for step in range(first, first + 10**6):
+                    save(step)
+            finally:
+                os._exit(1)
+        time.sleep(wait.uniform(0.02, 0.15))
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        whole = [int(n.split('-')[1]) for n in os.listdir(folder) if not n.endswith('.tmp')]
+        cut += any(n.endswith('.tmp') for n in os.listdir(folder))
+        latest = M.latest_checkpoint(folder)
+        assert latest == os.path.join(folder, f'checkpoint-{max(whole)}')
+        assert float(M.load_checkpoint(latest)[0].stop_head.bias.detach()) == max(whole) == M.read_json(os.path.join(latest, 'training_metadata.json'))['step']
+        first = max(max(whole) + 1, 1000)       # so that the cut one is written again, over its remains
+    assert cut > 0 and len(whole) > 1
+
+
+def test_latest_checkpoint(tmp_path):
+    for name in ('checkpoint-200', 'checkpoint-1000', 'checkpoint-2000.tmp', 'checkpoint-', 'checkpoint-3000x', 'other-5000', 'checkpoint--7'):
+        os.makedirs(tmp_path / name)
+        (tmp_path / name / 'model.safetensors').touch()
+    os.makedirs(tmp_path / 'checkpoint-9000')           # no weights inside
+    assert M.latest_checkpoint(str(tmp_path)) == str(tmp_path / 'checkpoint-1000')
+    assert M.latest_checkpoint(str(tmp_path / 'none')) is None and M.latest_checkpoint(str(tmp_path / 'other-5000')) is None
+
+
+@pytest.fixture
+def saved(tmp_path):
+    model = tiny_model()
+    path = str(tmp_path / 'checkpoint-1')
+    M.save_checkpoint(path, model.state_dict(), model.cfg, None, {})
+    return path
+
+
+def rewrite(path, change):
+    """Change a checkpoint's tensors (dict) in place."""
+    file = os.path.join(path, 'model.safetensors')
+    state = {k: v.clone() for k, v in load_file(file).items()}
+    change(state)
+    save_file(state, file)
+
+
+def rewrite_config(path, change):
+    file = os.path.join(path, 'gepard_config.json')
+    j = M.read_json(file)
+    change(j)
+    with open(file, 'w') as f:
+        json.dump(j, f)
+
+
+def cut(path, name='model.safetensors', keep=0.5):
+    file = os.path.join(path, name)
+    os.truncate(file, int(os.path.getsize(file) * keep))
+
+
+def out_of_order(j):
+    j['audio_heads'] = dict(reversed(j['audio_heads'].items()))
+
+
+BROKEN = {
+    'cut weights': (cut, 'model.safetensors: cannot be read as safetensors'),
+    'empty weights': (lambda p: cut(p, keep=0), 'model.safetensors: cannot be read as safetensors'),
+    'no weights': (lambda p: os.remove(os.path.join(p, 'model.safetensors')), 'model.safetensors: no such file'),
+    'missing tensor': (lambda p: rewrite(p, lambda s: s.pop('model.norm.weight')), r"model.safetensors: missing \['model.norm.weight'\]"),
+    'missing table': (lambda p: rewrite(p, lambda s: s.pop('audio_embeddings.31.weight')), "model.safetensors: missing 'audio_embeddings.31.weight'"),
+    'missing null prefix': (lambda p: rewrite(p, lambda s: s.pop('null_prefix')), r"missing \['null_prefix'\]"),
+    'extra tensor': (lambda p: rewrite(p, lambda s: s.update(lm_head=torch.zeros(2))), r"unexpected \['lm_head'\]"),
+    'extra table': (lambda p: rewrite(p, lambda s: s.update({'audio_embeddings.32.weight': torch.zeros(8, 8)})), r"unexpected \['audio_embeddings.32.weight'\]"),
+    'wrong shape': (lambda p: rewrite(p, lambda s: s.update({'stop_head.weight': torch.zeros(1, 8)})), r'wrong shape \[.stop_head.weight \[1, 8\]'),
+    'wrong table shapes': (lambda p: rewrite(p, lambda s: s.update({'codebook_heads.0.weight': torch.zeros(7, 64), 'codebook_heads.1.weight': torch.zeros(8, 64)})),
+                           'model.safetensors: codebook_heads.0.weight has 7 rows instead of 8, codebook_heads.1.weight has 8 rows instead of 7'),
+    'adapters inside': (lambda p: rewrite(p, lambda s: s.update({'model.layers.0.self_attn.q_proj.lora_A': torch.zeros(4, 64)})), 'unexpected .*lora_A'),
+    'config not JSON': (lambda p: cut(p, 'gepard_config.json'), 'gepard_config.json: not JSON'),
+    'no config': (lambda p: os.remove(os.path.join(p, 'gepard_config.json')), 'gepard_config.json: no such file'),
+    'missing key': (lambda p: rewrite_config(p, lambda j: j.pop('audio_heads')), "gepard_config.json: missing key 'audio_heads'"),
+    'missing inner key': (lambda p: rewrite_config(p, lambda j: j['voice_cloning']['compressor'].pop('num_heads')), "missing key 'num_heads'"),
+    'heads out of order': (lambda p: rewrite_config(p, out_of_order), 'audio_heads are out of order'),
+    'linear attention': (lambda p: rewrite_config(p, lambda j: j['backbone_config'].update(layer_types=['linear_attention'] * 3)), 'gepard_config.json: layer_types'),
+    'prefix of another width': (lambda p: rewrite_config(p, lambda j: j['voice_cloning']['compressor'].update(d_model=32)), 'd_model 32'),
+}
+
+
+@pytest.mark.parametrize('case', BROKEN)
+def test_broken_checkpoint(saved, case):
+    damage, message = BROKEN[case]
+    damage(saved)
+    with pytest.raises((ValueError, FileNotFoundError), match=message) as e:
+        M.load_checkpoint(saved)
+    assert saved in str(e.value) and '\n' not in str(e.value)
+
+
+def test_older_files(saved):
+    """0-dim scalars are read; the contrastive head may be missing, and then the model says so."""
+    want = tiny_model().state_dict()
+    rewrite(saved, lambda s: [s.update({k: s[k].reshape(())}) for k in ('audio_embed_scale', 'ref_compressor.output_scale')]
+            + [s.pop(k) for k in list(s) if k.startswith('supcon_head.')])
+    model, folder = M.load_checkpoint(saved)
+    assert folder == saved and not model.training
+    assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items() if not k.startswith('supcon_head.'))
+    assert model.init_contrastive == ['supcon_head.fc1.weight', 'supcon_head.fc1.bias', 'supcon_head.fc2.weight']
+
+
+def test_bfloat16_round_trip(tmp_path):
+    model = tiny_model().to(torch.bfloat16)
+    path = str(tmp_path / 'checkpoint-1')
+    M.save_checkpoint(path, model.state_dict(), model.cfg, None, {})
+    assert all(t.dtype == torch.bfloat16 for t in load_file(os.path.join(path, 'model.safetensors')).values())
+    assert M.read_json(os.path.join(path, 'gepard_config.json'))['model_dtype'] == M.read_json(os.path.join(path, 'config.json'))['dtype'] == 'bfloat16'
+    for dtype in (torch.float32, torch.bfloat16):
+        again = M.load_checkpoint(path, dtype=dtype)[0]
+        assert all(torch.equal(v, model.state_dict()[k].to(dtype)) for k, v in again.state_dict().items())
+    rows = random_rows(model.cfg, [3, 1])
+    with torch.no_grad():
+        batch = M.pack(rows, model.cfg)
+        for a, b in zip(row_logits(again(batch), batch, 0), row_logits(M.load_checkpoint(path)[0](batch), batch, 0)):
+            assert spread(a.clamp(min=-1e9), b.clamp(min=-1e9)) < 0.05
+    assert len(M.generate(again, [r['text'] for r in rows], max_frames=3, stop_threshold=1.0)[0]['codes']) == 3
+
+
+def test_tokenizer_files_travel(saved, tmp_path):
+    os.makedirs(tmp_path / 'tok')
+    for name in ('tokenizer.json', 'tokenizer_config.json', 'secret.txt'):
+        (tmp_path / 'tok' / name).write_text('{}')
+    model, path = tiny_model(), str(tmp_path / 'checkpoint-2')
+    M.save_checkpoint(path, model.state_dict(), model.cfg, str(tmp_path / 'tok'), {'step': 2}, lambda folder: open(os.path.join(folder, 'resume.pt'), 'w').close())
+    assert sorted(os.listdir(path)) == ['config.json', 'gepard_config.json', 'model.safetensors', 'resume.pt', 'tokenizer.json', 'tokenizer_config.json', 'training_metadata.json']
+
+
+# ------------------------------------------------------------------ on a GPU
+
+@cuda
+def test_cuda_varlen_attention():
+    """The 16-bit varlen kernel against the exact fp32 path on the same numbers, rows of 1 to 300 tokens: 2 % of the largest entry."""
+    lengths = [5, 1, 300, 64, 2]
+    cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32, device='cuda')
+    g = torch.Generator('cuda').manual_seed(0)
+    q, k, v, w = (torch.randn(sum(lengths), h, 64, device='cuda', generator=g).bfloat16().float() for h in (8, 2, 2, 8))
+    results = []
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
+        y = M.packed_attention(cu, max(lengths), sum(lengths))(0, *inputs)
+        results.append([y.detach(), *torch.autograd.grad((y.float() * w).sum(), inputs)])
+    for exact, fast in zip(*results):
+        assert exact.dtype == torch.float32 and fast.dtype == torch.bfloat16
+        assert spread(fast, exact) < 0.02
+
+
+def cuda_loss(model, rows, run=None, cast=True):
+    """Loss and gradients on the GPU, bf16 autocast or fp32."""
+    batch = {k: v.cuda() if torch.is_tensor(v) else v for k, v in M.pack(rows, model.cfg).items()}
+    n = sum(len(r['codes']) for r in rows)
+    model.zero_grad()
+    with torch.autocast('cuda', torch.bfloat16, enabled=cast):
+        loss = M.losses((run or model)(batch), batch, model.cfg, {'frames': n, 'stops': n + len(rows), 'rows': len(rows)}, 0.3, 0.3)['total']
+    loss.backward()
+    return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@cuda
+def test_cuda_bfloat16_training():
+    """Loss and gradient in bf16 against fp32, on the GPU and on the CPU."""
+    model = tiny_model().cuda()
+    rows = random_rows(model.cfg, [40, 1, 9, 130])
+    exact, fast = cuda_loss(model, rows, cast=False), cuda_loss(model, rows)
+    assert fast[0] == pytest.approx(exact[0], rel=0.01)
+    assert F.cosine_similarity(fast[1], exact[1], dim=0) > 0.995
+    model, batch = model.cpu(), M.pack(rows, model.cfg)
+    cpu = M.losses(model(batch), batch, model.cfg, {'frames': 180, 'stops': 184, 'rows': 4}, 0.3, 0.3)['total']
+    assert exact[0] == pytest.approx(float(cpu.detach()), rel=1e-5)
+
+
+@cuda
+def test_cuda_compiled():
+    """Compiled with dynamic shapes equals eager, on batches of different shapes."""
+    model = tiny_model(num_hidden_layers=2).cuda()
+    run = torch.compile(model, dynamic=True)
+    for lengths in ([40, 1, 9, 130], [7, 3], [1, 1, 1]):
+        rows = random_rows(model.cfg, lengths, seed=len(lengths))
+        eager, fast = cuda_loss(model, rows), cuda_loss(model, rows, run)
+        assert fast[0] == pytest.approx(eager[0], rel=0.005)
+        assert F.cosine_similarity(fast[1], eager[1], dim=0) > 0.995
+
+
+@cuda
+def test_cuda_generate(overfit):
+    """The same frames as on the CPU in fp32, arg-max and sampled: a row's noise is drawn on the CPU from its seed."""
+    import copy
+    model, rows, _ = overfit
+    gpu, texts = copy.deepcopy(model).cuda(), [r['text'] for r in rows]
+    for kw in (dict(temperature=0), dict(temperature=1.5, seeds=[4, 5, 6])):
+        a, b = (M.generate(m, texts, max_frames=12, **kw) for m in (model, gpu))
+        for x, y in zip(a, b):
+            assert torch.equal(x['codes'], y['codes'].cpu()) and x['ended_by'] == y['ended_by']
