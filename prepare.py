@@ -159,22 +159,24 @@ def cut_short(path, log):
 
 def read_audio(path, sample_rate, max_seconds=0.0):
     """Mono float32 [samples] at sample_rate (mean of the channels, soxr's band-limited 'HQ') of any file that libsndfile
-    opens: wav, flac, ogg, mp3, .. ValueError(reason, detail) where it is not a whole, finite clip of at most max_seconds."""
+    opens: wav, flac, ogg, mp3, .. ValueError 'reason: detail' where it is not a whole, finite clip of at most max_seconds."""
     import soundfile, soxr
     if not os.path.isfile(path) or not os.path.getsize(path):
-        raise ValueError('audio file is empty' if os.path.isfile(path) else 'audio file not found', path)
+        raise ValueError(f"audio file {'is empty' if os.path.isfile(path) else 'not found'}: {path}")
     try:
         with soundfile.SoundFile(path) as f:
             rate, frames, log = f.samplerate, f.frames, f.extra_info
+            if frames > 2 ** 62:                                    # a flac from a pipe: libsndfile can't read it through
+                raise ValueError(f'audio of unknown length: {path}: write it again, to a file')
             if max_seconds and frames > max_seconds * rate:         # before it is decoded: it may be a day long
-                raise ValueError('audio too long', f'{frames / rate:.1f} s')
+                raise ValueError(f'audio too long: {path}: {frames / rate:.1f} s')
             audio = f.read(dtype='float32', always_2d=True).mean(axis=1)
     except (soundfile.SoundFileError, OSError, TypeError) as e:     # TypeError: raw audio, which has no header
-        raise ValueError('audio unreadable', str(e))
+        raise ValueError(f'audio unreadable: {e}')
     if len(audio) < frames or cut_short(path, log):
-        raise ValueError('audio file truncated', f'{len(audio)} samples read, the header promises more')
+        raise ValueError(f'audio file truncated: {path}: {len(audio)} samples read, the header promises more')
     if not np.isfinite(audio).all():
-        raise ValueError('audio not finite', f'{(~np.isfinite(audio)).sum()} NaN or infinite samples')
+        raise ValueError(f'audio not finite: {path}: {(~np.isfinite(audio)).sum()} NaN or infinite samples')
     return audio if rate == sample_rate else soxr.resample(audio, rate, sample_rate, 'HQ')
 
 def load_clip(path, sample_rate, max_seconds, min_samples, silence_peak):
@@ -182,7 +184,8 @@ def load_clip(path, sample_rate, max_seconds, min_samples, silence_peak):
     try:
         audio = read_audio(path, sample_rate, max_seconds)
     except ValueError as e:
-        return e.args if len(e.args) == 2 else ('audio unreadable', str(e))
+        reason, _, detail = str(e).partition(': ')
+        return reason, detail
     peak = np.abs(audio).max() if len(audio) else 0.0
     if len(audio) < min_samples:
         return 'audio too short', f'{len(audio)} samples at {sample_rate} Hz, at least {min_samples}'
@@ -336,7 +339,8 @@ if __name__ == '__main__':
         name, columns, most = str(s.get('name', '')), s.get('columns') or {'audio': 'audio', 'text': 'text'}, s.get('max_rows')
         unknown = set(s) - {'name', 'path', 'kind', 'columns', 'root', 'quotes', 'language_tag', 'max_rows'}
         for fault, complaint in ((unknown, f"unknown {', '.join(sorted(map(repr, unknown)))}"),
-                                 (not name.strip() or '/' in name or name in [x.get('name') for x in sources[:i]], f"name {name!r}: one of its own, without '/'"),
+                                 (not name.strip() or '/' in name or name in [x.get('name') for x in sources[:i]],
+                                  f"name {name!r}: one of its own, without '/'"),
                                  (not os.path.isfile(s.get('path', '')), f"path {s.get('path')!r}: no such table"),
                                  (most is not None and (not isinstance(most, int) or most < 1), f'max_rows {most!r}: 1 or more'),
                                  (not {'audio', 'text'} <= set(columns) <= {'audio', 'text', 'speaker', 'language'}
@@ -349,7 +353,7 @@ if __name__ == '__main__':
     try:
         tok, path = load_tokenizer(tokenizer)
     except Exception as e:
-        stop(f'tokenizer {tokenizer!r}: {e}')
+        stop(f"tokenizer {tokenizer!r}: {' '.join(str(e).split())[:300]}")
     length, special, beside = tok.get_vocab_size(), dict(special_tokens), os.path.join(tokenizer, 'gepard_special_tokens.json')
     if not special:
         if not os.path.exists(beside):

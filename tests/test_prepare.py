@@ -117,6 +117,10 @@ def test_odd_audio(tmp_path, fake):
             ('pipe.wav', pcm[:4] + b'\xff' * 4 + pcm[8:at] + b'\xff' * 4 + pcm[at + 4:], 6)):     # written to a pipe: sizes unknown
         write(d / name, data)
         (bad if isinstance(reason, str) else good)[name] = reason
+    flac = bytearray((d / 'flac.flac').read_bytes())
+    flac[21], flac[22:26] = flac[21] & 0xF0, bytes(4)       # no total: written to a pipe
+    write(d / 'pipe.flac', bytes(flac))
+    bad['pipe.flac'] = 'audio of unknown length'
     nan = x.copy()
     nan[100] = np.nan
     for name, data, reason in (('nan.wav', nan, 'audio not finite'), ('inf.wav', np.full(6000, np.inf, np.float32), 'audio not finite'), ('silent.wav', 0 * x, 'audio silent'),
