@@ -33,17 +33,17 @@ COLORS = 'red green blue yellow black white brown silver'.split()
 ANIMALS = 'dog cat horse rabbit tiger monkey elephant turtle'.split()
 THINGS = 'apples flowers windows mountains pictures letters bananas houses'.split()
 PLACES = 'house garden river window'.split()
-VERBS = 'sleeps jumps dances sings swims'.split()
+VERBS = 'listens jumps drinks sings swims'.split()
 WHEN = 'today again slowly'.split()
 SINGLE = ['hello', 'teacher', 'doctor', 'sister', 'pictures', 'elephant', 'rabbit', 'mountains', 'flowers', 'bananas']
 
 def utterance(rng):
     """1-5 words."""
     c = rng.choice
-    return ' '.join(c([
+    text = ' '.join(c([
         lambda: [c(SINGLE)],
-        lambda: [c(DIGITS) for _ in range(rng.randint(2, 4))],
-        lambda: [c(DIGITS) for _ in range(3)],
+        lambda: rng.sample(DIGITS, rng.randint(2, 4)),          # no digit twice: an ASR writes 'three zero zero' as 3000
+        lambda: rng.sample(DIGITS, 3),
         lambda: ['the', c(COLORS), c(ANIMALS + PLACES)],
         lambda: ['the', c(ANIMALS), c(VERBS)],
         lambda: ['the', c(COLORS), c(ANIMALS), c(VERBS)],
@@ -51,6 +51,7 @@ def utterance(rng):
         lambda: ['hello', c(ANIMALS + ['teacher', 'doctor', 'sister'])],
         lambda: [c(DIGITS[2:]), c(THINGS)],
         lambda: [c(DIGITS[2:]), c(COLORS), c(THINGS)]])())
+    return text if 'green house' not in text else utterance(rng)        # a greenhouse to the ear
 
 def plan():
     """-> training rows and evaluation rows, each (path in out_dir, text, voice); no training text is an evaluation text."""
@@ -69,9 +70,7 @@ def plan():
                 train.append((f'wav/{voice}/{n:04d}.wav', text, voice))
                 n += 1
     evaluation = [(f'wav/{voice}/eval{i:02d}.wav', text, voice) for i, text in enumerate(held_out) for voice in [EVAL_VOICES[i % 4]]]
-    words = {w for _, text, _ in train for w in text.split()}
-    assert words >= {w for text in held_out for w in text.split()}, 'a held-out text has a word that training never sees'
-    return train, evaluation, sorted(words)
+    return train, evaluation
 
 def speak(tts, text, voice, rng):
     """-> float32 at 24 kHz, silence trimmed to 60 ms. hibari's network gives, per 12.5 ms frame, log-magnitudes of the harmonic part (lh, with
@@ -134,7 +133,9 @@ if __name__ == '__main__':
         sys.exit(f'{out_dir} was made with other settings ({", ".join(k for k in settings if made.get(k) != settings[k])}): remove it or set --out_dir')
     json.dump(settings, open(stamp, 'w'))
 
-    train, evaluation, words = plan()
+    train, evaluation = plan()
+    words = {w for _, text, _ in train for w in text.split()}
+    assert words >= {w for _, text, _ in evaluation for w in text.split()}, 'a held-out text has a word that training never says'
     rows, start, seconds = train + evaluation, time.time(), 0.0
     blocks = [rows[i:i + 40] for i in range(0, len(rows), 40)]
     with multiprocessing.get_context('fork').Pool(num_workers) as pool:                     # forked workers see the resolved settings
