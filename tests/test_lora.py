@@ -200,9 +200,9 @@ def sharded(rank):
     whole = adapted()[0]
     step(whole, rows, False)
     model = adapted()[0]
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    mesh = torch.distributed.init_device_mesh('cpu', (2,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
     step(model, rows[2 * rank:2 * rank + 2], True)
     full = lambda: get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=False))
     got, want = full(), lora.adapter_state(whole)

@@ -46,7 +46,8 @@ def without(rows, *keys):
 
 def spread(a, b):
     """Largest difference, relative to the largest entry of b."""
-    return float((a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-12))
+    a, b = a.detach().double(), b.detach().double()
+    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-12))
 
 
 def _on_rank(rank, fn, file, world):
@@ -57,9 +58,10 @@ def _on_rank(rank, fn, file, world):
 
 
 def two_ranks(fn):
-    """Run fn(rank) in two processes joined by gloo; fn is a function of a test module."""
+    """Run fn(rank) in two processes on the CPU, joined by gloo; fn is a function of a test module."""
     import tempfile
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as env:
+        env.setenv('CUDA_VISIBLE_DEVICES', '')
         torch.multiprocessing.spawn(_on_rank, (fn, os.path.join(folder, 'store'), 2), nprocs=2)
 
 
@@ -106,7 +108,7 @@ def test_backbone_equals_transformers(shape):
     for a, b in zip(cu[:-1].tolist(), cu[1:].tolist()):
         row = x[a:b].detach().requires_grad_()
         want = ref(inputs_embeds=row[None]).last_hidden_state[0]
-        assert spread(h[a:b].detach(), want.detach()) < 1e-5
+        assert spread(h[a:b], want) < 1e-5
         assert spread(grad[a:b], torch.autograd.grad((want * weight[a:b]).sum(), row)[0]) < 1e-5
 
 
@@ -308,9 +310,9 @@ def sharded(rank):
     gather, M.gather_rows = M.gather_rows, lambda x: x
     want = gradients(whole, [rows], count, supcon_weight=0.3)
     M.gather_rows = gather
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
+    mesh = torch.distributed.init_device_mesh('cpu', (2,))
+    for part in (*model.model.layers, model):
+        fully_shard(part, mesh=mesh)
     got = gradients(model, [rows[2 * rank:2 * rank + 2]], count, supcon_weight=0.3)
     for name, g in got.items():
         g = g.full_tensor() * 2                     # FSDP takes the mean over ranks, the loss is a sum
@@ -653,7 +655,7 @@ def cuda_loss(model, rows, run=None, cast=True):
     n = sum(len(r['codes']) for r in rows)
     model.zero_grad()
     with torch.autocast('cuda', torch.bfloat16, enabled=cast):
-        loss = M.losses((run or model)(batch), batch, model.cfg, {'frames': n, 'stops': n + len(rows), 'rows': len(rows)}, 0.3, 0.3)['total']
+        loss = M.losses((model if run is None else run)(batch), batch, model.cfg, {'frames': n, 'stops': n + len(rows), 'rows': len(rows)}, 0.3, 0.3)['total']
     loss.backward()
     return float(loss.detach()), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
