@@ -13,7 +13,7 @@ NEWENV  = uv venv -q --python $(PYTHON) $(VENV)
 INSTALL = uv pip install -q --python $(PY)
 else
 NEWENV  = $(PYTHON) -m venv $(VENV)
-INSTALL = $(PY) -m pip install -q --disable-pip-version-check
+INSTALL = $(PY) -m pip install -qq --disable-pip-version-check
 endif
 
 help:
