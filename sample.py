@@ -103,7 +103,7 @@ with torch.no_grad():
         fail(f'{ckpt} has no voice cloning: leave out --ref')
     if ref:
         try:
-            voice = nano.encode([read_audio(ref, nano.sample_rate, max_ref_seconds)])[0]
+            voice = nano.encode([read_audio(ref, nano.sample_rate)[:int(max_ref_seconds * nano.sample_rate)]])[0]
         except (OSError, ValueError) as e:
             fail(f'--ref: {e}')
         codes = M.unfold(torch.from_numpy(voice.astype('int64'))[None].to(device), nano.levels)

@@ -1,7 +1,7 @@
 """
 Numbers of the public reference on tiny random models; the model must reproduce them.
 
-    pytest tests/test_golden.py                       # the copy in tests/data/golden
+    pytest tests/test_golden.py                       # the copy in tests/data/golden; on a GPU where there is one
     GOLDEN_DIR=<dir> pytest tests/test_golden.py      # any other set of that form (its README.md says what each file is)
 """
 import copy, json, math, os
@@ -20,6 +20,7 @@ from codec import dequantize, fold, unfold
 
 GOLDEN = os.environ.get('GOLDEN_DIR', os.path.join(os.path.dirname(__file__), 'data', 'golden'))
 torch.set_num_threads(1)
+DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
 
 def js(name):
@@ -33,7 +34,7 @@ def tensors(name):
 
 def close(got, want, rel=1e-5, what=''):
     """Relative to the largest entry of the expected tensor."""
-    got, want = torch.as_tensor(got).double(), torch.as_tensor(want).double()
+    got, want = torch.as_tensor(got).detach().double().cpu(), torch.as_tensor(want).double()
     assert got.shape == want.shape, (what, got.shape, want.shape)
     err = (got - want).abs().max() / want.abs().max().clamp(min=1e-12)
     assert err <= rel, f'{what}: relative error {err:.2e}'
@@ -41,7 +42,11 @@ def close(got, want, rel=1e-5, what=''):
 
 @pytest.fixture(scope='module')
 def model():
-    return M.load_checkpoint(os.path.join(GOLDEN, 'checkpoint'))[0]
+    return M.load_checkpoint(os.path.join(GOLDEN, 'checkpoint'), DEVICE)[0]
+
+
+def pack(*args):
+    return {k: v.to(DEVICE) if torch.is_tensor(v) else v for k, v in M.pack(*args).items()}
 
 
 def levels(model):
@@ -133,7 +138,7 @@ def test_forward_padded_positions(model, case):
     ref = case != 'eval_without_ref'
     rows = golden_rows(model, fw, duplicate_last=True, ref=ref, force_null=True if case == 'eval_all_null' else None)
     prefix = model.cfg.num_queries if ref else 0
-    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, prefix))
+    batch = pack(rows, model.cfg, padded_positions(rows, model, fw, prefix))
     with torch.no_grad():
         out, h = hidden_of(model, batch)
         logits, stop = channel_logits(model, h), model.stop_head(h)
@@ -148,7 +153,7 @@ def test_forward_padded_positions(model, case):
         shown = torch.cat((torch.ones(len(rows), prefix, dtype=torch.bool), real), 1)
         close(h, fw['eval.hidden_with_prefix'][shown], what='hidden')
         audio = torch.stack([fw[f'in.level_audio_{k}'] for k in range(len(model.cfg.levels))], -1)
-        close(model.frame_embedding(audio), fw['eval.audio_frame_embeddings'], what='frame embedding')
+        close(model.frame_embedding(audio.to(DEVICE)), fw['eval.audio_frame_embeddings'], what='frame embedding')
 
 
 def total_loss(model, out, batch, rows, step, hyper, **kw):
@@ -191,7 +196,7 @@ def check_grads(model, norms, prefix='', full=None, skip=()):
 def test_losses_and_gradients_padded(model):
     fw, j = tensors('forward'), js('forward')
     rows = golden_rows(model, fw)
-    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries))
+    batch = pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries))
     out = model(batch)
     r, w = total_loss(model, out, batch, rows, 0, j['hyperparameters'])
     check_parts(r, w, {k: v for k, v in j['eval_losses'].items() if 'weight' not in k})
@@ -213,7 +218,7 @@ def test_losses_other_prefixes(model, case):
     fw, want = tensors('forward'), js('forward')[case]
     ref = 'null' in case
     rows = golden_rows(model, fw, ref=ref, force_null=True if ref else None)
-    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries if ref else 0))
+    batch = pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries if ref else 0))
     with torch.no_grad():
         r, w = total_loss(model, model(batch), batch, rows, 0, js('forward')['hyperparameters'])
     check_parts(r, w, {k: v for k, v in want.items() if k != 'how'})
@@ -223,7 +228,7 @@ def test_rows_packed(model):
     """The packed truth: each row as if it ran alone."""
     fw, rw, j = tensors('forward'), tensors('rows'), js('rows')
     rows = golden_rows(model, fw)
-    batch = M.pack(rows, model.cfg)
+    batch = pack(rows, model.cfg)
     model.zero_grad()
     out, h = hidden_of(model, batch)
     logits, stop = channel_logits(model, h), model.stop_head(h)[:, 0]
@@ -245,7 +250,7 @@ def test_rows_packed(model):
 def test_head_without_targets_adds_zero(model, case):
     fw, j = tensors('forward'), js('nanguard')[case]
     rows = golden_rows(model, fw)
-    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries))
+    batch = pack(rows, model.cfg, padded_positions(rows, model, fw, model.cfg.num_queries))
     for step, want in ((0, j['eval']), (100, j['train_step_100'])):
         model.zero_grad()
         out = model(batch)
@@ -257,7 +262,7 @@ def test_head_without_targets_adds_zero(model, case):
                 codes[:, int(name.rsplit('_', 1)[1])] = -100
         count = {'frames': (codes >= 0).sum(0), 'stops': (stop >= 0).sum(), 'rows': len(rows)}
         r, w = total_loss(model, out, batch, rows, step, js('forward')['hyperparameters'], count=count, codes=codes, stop=stop)
-        assert float(r['total']) == pytest.approx(want['total'], rel=1e-5, abs=1e-6)
+        assert float(r['total'].detach()) == pytest.approx(want['total'], rel=1e-5, abs=1e-6)
         check_parts(r, w, want)
         if step:
             r['total'].backward()
@@ -267,14 +272,14 @@ def test_head_without_targets_adds_zero(model, case):
 def test_prefix(model):
     pre = tensors('prefix')
     with torch.no_grad():
-        prefix, q = model.speaker_prefix(pre['ref_codes'], pre['ref_mask'])
+        prefix, q = (x.cpu() for x in model.speaker_prefix(pre['ref_codes'].to(DEVICE), pre['ref_mask'].to(DEVICE)))
         close(dequantize(pre['ref_codes'], levels(model)), pre['dequantized_ref'], what='dequantize')
         close(prefix, pre['prefix'], what='prefix')
         close(q, pre['q_normed'], what='q')
-        close(torch.where(pre['force_null'][:, None, None], model.null_prefix, prefix), pre['prefix_after_forced_null'], what='null')
+        close(torch.where(pre['force_null'][:, None, None], model.null_prefix.cpu(), prefix), pre['prefix_after_forced_null'], what='null')
         unit = torch.nn.functional.normalize
         close(unit(q.mean(1), dim=-1), pre['supcon_features_unprojected_normalized'], what='features')
-        close(unit(model.supcon_head(q.mean(1)), dim=-1), pre['supcon_features_projected_normalized'], what='projected')
+        close(unit(model.supcon_head(q.mean(1).to(DEVICE)), dim=-1), pre['supcon_features_projected_normalized'], what='projected')
 
 
 def test_supcon():
@@ -311,11 +316,11 @@ def test_trajectory_logprob(model):
             continue
         floor = float(key.split('_')[3])
         shift = float(key.rsplit('_', 1)[1]) if 'shifted' in key else 0.0
-        batch = M.pack(rows, model.cfg)
+        batch = pack(rows, model.cfg)
         with torch.no_grad():
             out = model(batch)
             out['stop_logits'] = out['stop_logits'] + shift
-            tokens, stop, frames = M.trajectory_logprob(out, batch, truncated, floor)
+            tokens, stop, frames = (x.cpu() for x in M.trajectory_logprob(out, batch, truncated.to(DEVICE), floor))
         rel = 3e-5 if shift > 0 else 1e-5
         close(tokens, torch.tensor(want['logp_tokens']), what=key)
         for got, w in zip(stop.tolist(), want['logp_stop']):
@@ -324,9 +329,9 @@ def test_trajectory_logprob(model):
     want = j['logprobs_no_prefix']
     rows, truncated = dpo_rows(model, t, prefix=False)
     rows, truncated = [rows[i] for i in want['trajectories']], truncated[want['trajectories']]
-    batch = M.pack(rows, model.cfg)
+    batch = pack(rows, model.cfg)
     with torch.no_grad():
-        tokens, stop, frames = M.trajectory_logprob(model(batch), batch, truncated)
+        tokens, stop, frames = (x.cpu() for x in M.trajectory_logprob(model(batch), batch, truncated.to(DEVICE)))
     close(tokens, torch.tensor(want['logp_tokens']), what='no prefix')
     close(stop, torch.tensor(want['logp_stop']), what='no prefix stop')
     want = j['logprobs_p_floor_1e-4']
@@ -372,10 +377,10 @@ def test_dpo_gradients(model, shift):
     rows, truncated = dpo_rows(model, t)
     p = j['pairs']
     model.zero_grad()
-    batch = M.pack(rows, model.cfg)
+    batch = pack(rows, model.cfg)
     out = model(batch)
     out['stop_logits'] = out['stop_logits'] + shift
-    pi = M.combine(*M.trajectory_logprob(out, batch, truncated))
+    pi = M.combine(*(x.cpu() for x in M.trajectory_logprob(out, batch, truncated.to(DEVICE))))
     loss, _ = M.dpo_loss(pi[p['chosen']], pi[p['rejected']], combined(p['ref_chosen'], c), combined(p['ref_rejected'], c),
                          2.0, torch.tensor(p['weights']))
     assert float(loss) == pytest.approx(want['loss'], rel=1e-5)
@@ -407,7 +412,7 @@ def test_generate(model, together):
             n = c['ref']['ref_length']
             ref = fw['in.ref_codes'][c['ref']['row_of_forward_ref_codes']][None, :n]
             with torch.no_grad():
-                prefix = model.speaker_prefix(ref, torch.ones(1, n, dtype=torch.bool))[0]
+                prefix = model.speaker_prefix(ref.to(DEVICE), torch.ones(1, n, dtype=torch.bool, device=DEVICE))[0]
         ids = M.layout(c['prompt_ids'], j['special_ids'], M.repeats(len(c['prompt_ids']), j['text_layout']))
         assert ids == c['laid_out_text_ids'], name
         cases.append((name, c, ids, prefix, a))
@@ -489,7 +494,7 @@ def padded_logits(model, fw):
     """The reference's padded batch through ours -> {key as in lora.safetensors: [real tokens, ...]}, real mask [7, 49]."""
     prefix = model.cfg.num_queries
     rows = golden_rows(model, fw, duplicate_last=True)
-    batch = M.pack(rows, model.cfg, padded_positions(rows, model, fw, prefix))
+    batch = pack(rows, model.cfg, padded_positions(rows, model, fw, prefix))
     with torch.no_grad():
         _, h = hidden_of(model, batch)
     tail = torch.cat([torch.arange(int(a) + prefix, int(b)) for a, b in zip(batch['cu_seqlens'][:-1], batch['cu_seqlens'][1:])])
@@ -520,7 +525,7 @@ def test_lora(model):
                 close(got[key.removeprefix(case + '.')], want[real], 2e-5 if case == 'after_merge' else 1e-5, key)
                 checked += 1
     assert checked >= 6
-    merged = lora.fold_state(M.published(model.state_dict(), model.cfg), state, config)
+    merged = lora.fold_state(M.published({k: v.cpu() for k, v in model.state_dict().items()}, model.cfg), state, config)
     own = dict(m.named_parameters())
     for key, want in t.items():
         if key.startswith('merged.'):
@@ -537,7 +542,7 @@ def test_lora_losses_and_gradients(model):
         if n in state:
             p.data.copy_(state[n])
     rows = golden_rows(m, fw)
-    batch = M.pack(rows, m.cfg, padded_positions(rows, m, fw, m.cfg.num_queries))
+    batch = pack(rows, m.cfg, padded_positions(rows, m, fw, m.cfg.num_queries))
     out = m(batch)
     r, w = total_loss(m, out, batch, rows, 0, js('forward')['hyperparameters'])
     check_parts(r, w, j['losses_with_adapters'])
@@ -564,7 +569,7 @@ def test_rows_of_the_corpus():
                 continue
             want, text = r[kind], M.layout(ids, cfg.special_tokens, copies)
             assert text == want['text_ids']
-            batch = M.pack([{'text': text, 'codes': np.array(r['packed_8_by_T']).T}], cfg)
+            batch = pack([{'text': text, 'codes': np.array(r['packed_8_by_T']).T}], cfg)
             assert len(batch['position']) == len(text) + n == len(want['attention_mask']) - 1 and want['encoded_len'] == n
             channels = unfold(batch['codes'].long(), cfg.codec['fsq_levels'])
             stop = M.stop_target({'codes': channels, 'stop_logits': torch.zeros(n + 1)})

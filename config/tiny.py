@@ -1,0 +1,35 @@
+# The offline profile: a few million parameters that two CPU cores teach a small spoken language in minutes.
+#   python pretrain.py config/tiny.py          (after prepare.py config/tiny_prepare.py)
+data = 'data/tiny'
+out_dir = 'out/tiny'
+init_from = 'scratch'
+hidden_size = 256
+intermediate_size = 768
+num_hidden_layers = 4
+num_attention_heads = 4
+num_key_value_heads = 2
+head_dim = 64
+rope_theta = 1e4
+max_position_embeddings = 1024
+audio_embed_dim = 16
+prefix_layers = 1
+prefix_heads = 4
+prefix_dropout = 0.0
+P, K, M = 8, 3, 4
+batch_size = 28
+gradient_accumulation = 1
+epochs = 30
+max_steps = 1500
+learning_rate = 2e-3
+lr_audio, lr_embed, lr_ref = 1.0, 1.0, 0.5          # nothing is pretrained here, so nothing is held back
+warmup_steps = 50
+grad_clip = 1.0
+reg_start = 100
+diversity_ramp, supcon_ramp = 200, 100
+log_interval = 25
+eval_interval = 500
+eval_batches = 4
+save_interval = 500
+keep_checkpoints = 1
+num_workers = 1
+speak = ('four two seven', 'hello', 'the red house')

@@ -1,0 +1,88 @@
+"""sample.py as a user runs it, on a small random checkpoint and the offline codec.   pytest tests/test_sample.py"""
+import os, re, runpy, sys
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+import model as M
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+TOKENIZER = os.path.join(ROOT, 'assets', 'tiny', 'tokenizer')
+SPECIAL = {'tokeniser_length': 261, 'start_of_text': 258, 'end_of_text': 259, 'start_of_speech': 256, 'end_of_speech': 257, 'tts_pad': 260}
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+    """A run's folder with one checkpoint, and a reference wav."""
+    out = tmp_path_factory.mktemp('run')
+    cfg = M.Config(vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                   rope_theta=1e4, max_position_embeddings=512, audio_embed_dim=4, prefix_heads=2, special_tokens=SPECIAL)
+    cfg.codec = cfg.codec | {'codec_id': 'assets/tiny/codec.nemo'}
+    model = M.Gepard(cfg)
+    model.init_weights(0)
+    M.save_checkpoint(str(out / 'checkpoint-7'), model.state_dict(), cfg, TOKENIZER, {})
+    t = np.arange(30000) / 22050
+    soundfile.write(out / 'voice.wav', 0.3 * np.sin(2 * np.pi * 200 * t), 22050)
+    (out / 'texts.txt').write_text('one two\n\nthree\n', encoding='utf-8')
+    return out
+
+
+def speak(folder, capsys, *flags, code=0):
+    """Runs the script in this process (NeMo is imported once) -> what it printed."""
+    argv, here = sys.argv, os.getcwd()
+    sys.argv = ['sample.py', f'--ckpt={folder}', '--device=cpu', *flags]
+    os.chdir(ROOT)
+    try:
+        runpy.run_path(os.path.join(ROOT, 'sample.py'), run_name='__main__')
+        assert code == 0
+    except SystemExit as e:
+        assert e.code == code
+    finally:
+        sys.argv = argv
+        os.chdir(here)
+    text = capsys.readouterr()
+    return text.out + text.err
+
+
+def test_text_to_wav_and_picture(folder, capsys, tmp_path):
+    out = tmp_path / 'new' / 'a.wav'
+    text = speak(folder, capsys, '--text=four two', f'--ref={folder}/voice.wav', f'--out={out}', '--max_seconds=1')
+    frames = int(re.search(r'(\d+) frames', text)[1])
+    wav, rate = soundfile.read(out)
+    assert rate == 22050 and len(wav) == frames * 1024 and 'RTF' in text and 'first audio after' in text
+    assert (tmp_path / 'new' / 'a.png').stat().st_size > 1000
+
+
+def test_streaming_is_the_same_speech(folder, capsys, tmp_path):
+    for name, flag in (('whole', '--stream=false'), ('stream', '--stream=true')):
+        speak(folder, capsys, '--text=one', f'--out={tmp_path}/{name}.wav', '--max_seconds=1.5', flag, '--stream_frames=4')
+    a, b = (soundfile.read(tmp_path / f'{n}.wav')[0] for n in ('whole', 'stream'))
+    assert len(a) == len(b) and np.abs(a - b).max() < 2e-4
+
+
+def test_several_texts_each_as_alone(folder, capsys, tmp_path):
+    speak(folder, capsys, f'--file={folder}/texts.txt', f'--out={tmp_path}/t.wav', '--max_seconds=1', '--seed=3')
+    speak(folder, capsys, '--text=one two', f'--out={tmp_path}/alone.wav', '--max_seconds=1', '--seed=3')
+    a, b = (soundfile.read(tmp_path / n)[0] for n in ('t-1.wav', 'alone.wav'))
+    assert len(a) == len(b) and np.abs(a - b).max() < 2e-4 and (tmp_path / 't-2.wav').exists()
+
+
+@pytest.mark.parametrize('flags, words', [
+    (['--text='], 'give one of --text and --file'),
+    (['--text=a', '--file=b'], 'not both'),
+    (['--text=...!'], 'nothing to speak'),
+    (['--file=/nowhere.txt'], '/nowhere.txt'),
+    (['--text=hi', '--ref=/nowhere.wav'], 'audio file not found'),
+    (['--text=hi', '--ref=README.md'], 'audio unreadable'),
+    (['--text=hi', '--ckpt=/nowhere'], 'no such folder'),
+    (['--text=hi', '--prefix=some'], 'auto, null or none'),
+    (['--text=hi', '--ref=x.wav', '--prefix=none'], 'contradict'),
+    (['--text=' + 'word ' * 200, '--max_seconds=1'], 'split the text'),
+    (['--text=hi', '--codec=/nowhere.nemo'], '/nowhere.nemo'),
+])
+def test_errors_are_one_line(folder, capsys, tmp_path, flags, words):
+    text = speak(folder, capsys, f'--out={tmp_path}/x.wav', *flags, code=2)
+    line = text.strip().splitlines()[-1]
+    assert line.startswith('sample.py: ') and words in line, text
