@@ -212,6 +212,12 @@ def test_packed_equals_alone(prefix):
             for a, b in zip(row_logits(out, batch, i), row_logits(model(one), one, 0)):
                 assert spread(a.clamp(min=-1e9), b.clamp(min=-1e9)) < 1e-5
     assert M.stop_target(out).tolist() == [0] * 22 + [1] * 5
+    lengths = batch['cu_seqlens'].diff().tolist()
+    assert lengths == [8 * prefix + len(r['text']) + len(r['codes']) for r in rows]
+    assert batch['position'].tolist() == [i for n in lengths for i in range(n)]
+    if prefix:      # a null row and one without a reference never see the zero frame that stands for it
+        assert batch['drop'].tolist() == [False, False, True, True, True] and batch['null'].tolist() == [False, False, True, False, True]
+        assert batch['ref_mask'].sum(1).tolist() == [4, 5, 6, 7, 1]
 
 
 def test_pack_refuses_a_row_without_frames():
