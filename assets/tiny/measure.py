@@ -113,12 +113,12 @@ def load_whisper():
         os.replace(f'{path}.{os.getpid()}.tmp', path)
     return whisper.load_model(path, device='cpu')
 
-def transcribe(model, wavs, window=10.0, batch=20):
+def transcribe(model, wavs, window=8.0, batch=20):
     """wavs: float32 arrays at 16 kHz, each at most 30 s -> texts, greedy. Clips that fit `window` are heard in a window of so many seconds, not
-    Whisper's 30: its positions are a fixed sinusoid table and a prefix of that does as well, at a third of the time. Where it
+    Whisper's 30: its positions are a fixed sinusoid table and a prefix of that does as well, at a quarter of the time. Where it
     falls into a loop there (Whisper's own sign: text compresses more than 2.4 times), and for longer clips, the whole 30 s are used."""
     import torch, whisper
-    options = whisper.DecodingOptions(language='en', without_timestamps=True, fp16=False, sample_len=64)
+    options = whisper.DecodingOptions(language='en', without_timestamps=True, fp16=False, sample_len=32)       # 5 words are about 8 tokens
     positions, texts = model.encoder.positional_embedding, [''] * len(wavs)
 
     def decode(rows, seconds):
@@ -208,7 +208,8 @@ if __name__ == '__main__':
     except ImportError as e:
         print(f'measure.py: SKIPPED, {e}')
         sys.exit(0)
-    import soxr
+    import soxr, torch
+    torch.set_num_threads(1)                                    # clips this short gain nothing from a second thread, and lose much where the other core is busy
     from codec import NanoCodec, save_spectrogram, save_wav
     from prepare import read_audio
     nano = NanoCodec(codec)
