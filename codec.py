@@ -8,7 +8,7 @@
 A frame is 8 packed indices (one a group) or 32 channels (4 a group): index k unfolds little-endian, code_d = k // prod(L_0..L_{d-1}) mod L_d,
 channel = group * 4 + d. NeMo is imported only when a NanoCodec is made.
 """
-import contextlib, functools, logging, math, os, warnings
+import contextlib, functools, logging, math, os, warnings, wave
 import numpy as np
 import torch
 
@@ -45,6 +45,28 @@ def check_codes(codes, levels=LEVELS, groups=GROUPS):
         *frame, column = np.argwhere(bad)[0].tolist()
         kind = 'group' if len(limit) == groups else 'channel'
         raise ValueError(f'code {codes[(*frame, column)]} at frame {", ".join(map(str, frame)) or 0}, {kind} {column}: expected 0 to {limit[column] - 1}')
+
+# ----------------------------------------------------------------------------- files for ears and eyes
+
+def save_wav(path, audio, rate):
+    """float -1 to 1 -> 16-bit mono wav; what is beyond is clipped."""
+    pcm = (np.clip(np.asarray(audio, np.float32), -1, 1) * 32767).round().astype('<i2')
+    with wave.open(str(path), 'wb') as f:
+        f.setparams((1, 2, rate, 0, 'NONE', ''))
+        f.writeframes(pcm.tobytes())
+
+def save_spectrogram(path, audio, rate, title=''):
+    """A picture of the log magnitude spectrogram, 70 dB deep, about 200 pixels a second."""
+    from matplotlib.figure import Figure                                             # not pyplot: no display, no global state
+    n = 512
+    audio = np.pad(np.asarray(audio, np.float32), (0, max(0, n - len(audio))))
+    frames = np.lib.stride_tricks.sliding_window_view(audio, n)[::n // 4] * np.hanning(n)
+    decibel = 20 * np.log10(np.abs(np.fft.rfft(frames)).T / (n / 4) + 1e-5)
+    figure = Figure(figsize=(min(40, max(6, 2 * len(audio) / rate)), 4), dpi=100, layout='constrained')
+    axes = figure.subplots()
+    axes.imshow(decibel, origin='lower', aspect='auto', cmap='magma', vmin=decibel.max() - 70, extent=(0, len(audio) / rate, 0, rate / 2000))
+    axes.set(title=title.replace('$', r'\$'), xlabel='seconds', ylabel='kHz')         # an odd $ would start a formula
+    figure.savefig(path)
 
 # ----------------------------------------------------------------------------- the codec
 

@@ -1,12 +1,12 @@
 """pytest tests/test_codec.py: index arithmetic, and the NeMo codec by the tiny file (about 20 s, most of it NeMo's import)."""
-import json, os, subprocess, sys, tarfile
+import os, subprocess, sys, tarfile, wave
 import numpy as np
 import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
-from codec import GROUPS, LEVELS, NanoCodec, check_codes, dequantize, fold, unfold
+from codec import GROUPS, LEVELS, NanoCodec, check_codes, dequantize, fold, save_spectrogram, save_wav, unfold
 
 TINY = os.path.join(ROOT, 'assets', 'tiny', 'codec.nemo')
 
@@ -56,6 +56,16 @@ def test_check_codes():
     with pytest.raises(ValueError, match='code -1 at frame 4, channel 6: expected 0 to 5'): check_codes(bad)
     with pytest.raises(ValueError, match='float'): check_codes(np.zeros((5, 8)))
     with pytest.raises(ValueError, match='7'): check_codes(np.zeros((5, 7), int))
+
+def test_files(tmp_path):
+    audio = np.array([0, 0.5, -1, 1.5, -1.5], np.float32)
+    save_wav(tmp_path / 'a.wav', audio, 22050)
+    with wave.open(str(tmp_path / 'a.wav')) as f:
+        assert (f.getframerate(), f.getnchannels(), f.getsampwidth()) == (22050, 1, 2)
+        assert np.frombuffer(f.readframes(9), '<i2').tolist() == [0, 16384, -32767, 32767, -32767]
+    for a in (audio, np.zeros(0), np.random.default_rng(0).standard_normal(30000)):   # shorter than a window, nothing at all, ordinary
+        save_spectrogram(tmp_path / 'a.png', a, 22050, 'costs $5')
+        assert (tmp_path / 'a.png').read_bytes()[:4] == b'\x89PNG'
 
 def test_attributes(nano):
     assert (nano.sample_rate, nano.hop, nano.levels, nano.groups, nano.id) == (22050, 1024, LEVELS, GROUPS, TINY)
