@@ -43,7 +43,7 @@ demo: $(READY)
 	$(PY) assets/tiny/measure.py --ckpt=out/tiny
 
 test: $(READY)
-	$(PY) -m pytest -q -p no:cacheprovider tests
+	$(PY) -m pytest -q -rs -p no:cacheprovider tests
 
 clean:
 	rm -rf data/speech data/tiny data/tiny.building out/tiny
