@@ -111,31 +111,32 @@ class NanoCodec:
     def __init__(self, name_or_path, device='cpu'):
         self.id, self.device = str(name_or_path), torch.device(device)
         with _quiet(): self.model = _load(self.id, self.device).eval().requires_grad_(False)
+        self.limit = 256 if self.device.type == 'cpu' else 8192                      # frames a batch; on a CPU more than its cache holds is slower
         quantizer = self.model.vector_quantizer
         self.sample_rate, self.hop = self.model.sample_rate, self.model.samples_per_frame
         self.groups, self.levels = quantizer.num_groups, tuple(quantizer.fsqs[0].num_levels.flatten().tolist())
         self.frame_rate = self.sample_rate / self.hop                                # 21.533 a second, not 21.5
 
-    def _batches(self, lengths, limit):
-        """Rows of equal length share a batch, at most `limit` frames; nothing is ever padded to another row's length. NeMo's convolutions
+    def _batches(self, lengths):
+        """Rows of equal length share a batch; nothing is ever padded to another row's length. NeMo's convolutions
         repeat the last real sample past the end and padding would be seen instead, so padded batches change the last codes."""
         rows = sorted(range(len(lengths)), key=lambda i: lengths[i])
         while rows:
-            n = max(1, limit // max(1, lengths[rows[0]]))
+            n = max(1, self.limit // max(1, lengths[rows[0]]))
             batch = [i for i in rows[:n] if lengths[i] == lengths[rows[0]]]
             yield batch
             rows = rows[len(batch):]
 
     @torch.inference_mode()
-    def encode(self, audio, limit=4096):
+    def encode(self, audio):
         """Waveforms (1-D, float, mono, self.sample_rate) -> packed codes uint16 [T, groups], in the same order; the last frame is filled up with zeros.
-        A clip's codes do not depend on the clips beside it. `limit`: frames a batch."""
+        A clip's codes do not depend on the clips beside it."""
         audio = [torch.as_tensor(a, dtype=torch.float32) for a in audio]
         for i, a in enumerate(audio):
             if a.ndim != 1 or not len(a): raise ValueError(f'clip {i}: {list(a.shape)}, expected one channel and at least one sample')
             if not torch.isfinite(a).all(): raise ValueError(f'clip {i}: not finite at sample {(~torch.isfinite(a)).nonzero()[0].item()}')
         lengths, codes = [-(-len(a) // self.hop) for a in audio], [None] * len(audio)
-        for rows in self._batches(lengths, limit):
+        for rows in self._batches(lengths):
             size = lengths[rows[0]] * self.hop
             batch = torch.stack([torch.nn.functional.pad(audio[i], (0, size - len(audio[i]))) for i in rows]).to(self.device)
             tokens, _ = self.model.encode(audio=batch, audio_len=torch.full((len(rows),), size, device=self.device))   # [B, groups, T]
@@ -155,11 +156,11 @@ class NanoCodec:
         return unfold(codes, self.levels) if codes.shape[1] == self.groups else codes
 
     @torch.inference_mode()
-    def decode(self, codes, limit=4096):
+    def decode(self, codes):
         """Clips of packed codes [T, groups] or channels [T, groups * len(levels)] -> float32 [T * hop] in -1 to 1, in the same order."""
         codes = [self._channels(c) for c in codes]
         audio = [np.zeros(0, np.float32)] * len(codes)
-        for rows in self._batches([len(c) for c in codes], limit):
+        for rows in self._batches([len(c) for c in codes]):
             if len(codes[rows[0]]):
                 for i, a in zip(rows, self._decode(torch.stack([codes[i] for i in rows])).float().cpu().numpy()): audio[i] = a
         return audio
