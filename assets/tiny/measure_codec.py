@@ -4,7 +4,7 @@
 
 Per kind of voice: word error rate of the original and of the resynthesis (Whisper base, measure.py), cosine of the Resemblyzer vectors
 of the two, DistillMOS of both (where installed: pip install --no-deps distillmos==0.9.1 xls-r-sqa==0.1.0), mean difference of 80 log mel
-bands (dB, floor 60 dB below the clip's top). Then the speed of the codec with 2 threads.
+bands (dB, floor 60 dB below the clip's top). Then the speed of the codec, by the clock and by CPU time (which other jobs on the machine disturb less).
 """
 import collections, json, os, sys, time, types, warnings
 import numpy as np
@@ -59,11 +59,12 @@ for name, rows_ in groups.items():
     print(f'| {name} | {len(rows_)} ({sum(len(t.split()) for t in take(texts))}) | {100 * wers[0]:.1f}% | {100 * wers[1]:.1f}% | {cosine[rows_].mean():.3f} | '
           f'{quality[0][rows_].mean():.2f} | {quality[1][rows_].mean():.2f} | {mel[rows_].mean():.2f} |')
 
-torch.set_num_threads(2)
 speech = np.resize(np.concatenate(real), 120 * nano.sample_rate)
-short = list(speech.reshape(60, -1))                                                # 2 s, as the offline profile's utterances
-for what, clips in (('60 clips of 2 s', short), ('1 clip of 30 s', [speech[:30 * nano.sample_rate]])):
-    seconds = sum(map(len, clips)) / nano.sample_rate
-    t = time.time(); codes = nano.encode(clips)
-    u = time.time(); nano.decode(codes)
-    print(f'{what}: encode {seconds / (u - t):.0f}x, decode {seconds / (time.time() - u):.0f}x real time, 2 threads, load {os.getloadavg()[0]:.1f}')
+for threads in 1, 2:
+    torch.set_num_threads(threads)
+    for what, clips in (('60 clips of 2 s', list(speech.reshape(60, -1))), ('1 clip of 30 s', [speech[:30 * nano.sample_rate]])):
+        seconds, clocks = sum(map(len, clips)) / nano.sample_rate, [(time.time(), time.process_time())]
+        codes = nano.encode(clips); clocks.append((time.time(), time.process_time()))
+        nano.decode(codes); clocks.append((time.time(), time.process_time()))
+        wall, cpu = ([seconds / (b[i] - a[i]) for a, b in zip(clocks, clocks[1:])] for i in (0, 1))
+        print(f'{threads} threads, {what}: encode {wall[0]:.0f}x real time, decode {wall[1]:.0f}x (by CPU time {cpu[0]:.0f}x, {cpu[1]:.0f}x), load {os.getloadavg()[0]:.1f}')
