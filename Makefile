@@ -39,7 +39,7 @@ demo: $(READY)
 	$(PY) assets/tiny/make_speech.py
 	$(PY) prepare.py config/tiny_prepare.py
 	$(PY) pretrain.py config/tiny.py
-	$(PY) sample.py --ckpt=out/tiny --text="four two seven" --ref=data/speech/wav/cedar/eval01.wav --out=out/tiny/four_two_seven.wav
+	$(PY) sample.py --ckpt=out/tiny --text="four two seven" --ref=data/speech/wav/cedar/eval01.wav --temperature=0.2 --out=out/tiny/four_two_seven.wav
 	$(PY) assets/tiny/measure.py --ckpt=out/tiny
 
 test: $(READY)

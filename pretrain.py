@@ -128,7 +128,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-import model as M_                # M is a config key
+import model as gepard
 from prepare import Corpus, encode_text, load_tokenizer
 
 # ---- setup
@@ -236,13 +236,13 @@ def make_batch(numbers, by_speaker, rng, train=True):
     out = []
     for number in numbers.tolist():
         i = number if number >= 0 else ~number
-        row = {'text': M_.layout(corpus.text(i).tolist(), cfg.special_tokens), 'codes': corpus.codes(i)}
+        row = {'text': gepard.layout(corpus.text(i).tolist(), cfg.special_tokens), 'codes': corpus.codes(i)}
         if num_queries:
             null = number < 0 or speaker_of[i] < 0
             row |= {'null': null, 'speaker': -1 if null else speaker_of[i], 'ref': None if null else reference(i, by_speaker, rng),
                     'drop': train and rng.random() < null_prob}
         out.append(row)
-    return M_.pack(out, cfg)
+    return gepard.pack(out, cfg)
 
 
 class Batches(torch.utils.data.Dataset):
@@ -276,34 +276,34 @@ audio = dict(
     special_tokens={'tokeniser_length': meta['tokenizer']['length'], **special},
     codec=dict(num_layers=meta['codec']['groups'], fsq_levels=list(meta['codec']['levels']), do_unfold=True, frame_rate_hz=21.5,
                codec_id=meta['codec']['id'], sample_rate=meta['codec']['sample_rate']))
-newest = M_.latest_checkpoint(out_dir)
+newest = gepard.latest_checkpoint(out_dir)
 if newest and not resume:
     fail(f'{out_dir} holds {newest}: choose another out_dir, or --resume=true to go on')
 step, epoch, micro = 0, 0, 0        # optimizer steps; epoch and micro-batches of it that are done
 state = None
 try:
     if newest:
-        model, _ = M_.load_checkpoint(newest)
+        model, _ = gepard.load_checkpoint(newest)
         cfg = model.cfg
         state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True, mmap=True)
         step, epoch, micro = state['step'], state['epoch'], state['micro']
         say(f'resumed {newest}: step {step}, epoch {epoch}, micro-batch {micro}')
-        for key, old in M_.read_json(os.path.join(newest, 'training_metadata.json'))['config'].items():
+        for key, old in gepard.read_json(os.path.join(newest, 'training_metadata.json'))['config'].items():
             if key in config and json.dumps(old) != json.dumps(config[key]):
                 say(f'  {key} was {old!r}, is {config[key]!r}')
         for key, want in audio.items():
             if json.dumps(getattr(cfg, key)) != json.dumps(want) and key not in ('null_prob', 'stop_loss_weight', 'stop_pos_weight'):
                 fail(f'{newest} has {key} {getattr(cfg, key)!r}, corpus and config say {want!r}')
     elif init_from == 'scratch':
-        cfg = M_.Config(vocab_size=-(-max(meta['tokenizer']['length'], 1 + max(special.values())) // 64) * 64, hidden_size=hidden_size,
+        cfg = gepard.Config(vocab_size=-(-max(meta['tokenizer']['length'], 1 + max(special.values())) // 64) * 64, hidden_size=hidden_size,
                         intermediate_size=intermediate_size, num_hidden_layers=num_hidden_layers, num_attention_heads=num_attention_heads,
                         num_key_value_heads=num_key_value_heads, head_dim=head_dim, rope_theta=rope_theta, max_position_embeddings=max_position_embeddings, **audio)
-        model = M_.Gepard(cfg)
+        model = gepard.Gepard(cfg)
         model.init_weights(seed)
     else:
-        cfg = M_.config_from_qwen(init_from, **audio)
-        model = M_.Gepard(cfg)
-        M_.load_qwen(model, init_from)
+        cfg = gepard.config_from_qwen(init_from, **audio)
+        model = gepard.Gepard(cfg)
+        gepard.load_qwen(model, init_from)
         model.init_weights(seed, backbone=False)
 except (ValueError, OSError) as e:
     fail(e)
@@ -314,7 +314,7 @@ if longest > cfg.max_position_embeddings:
 
 sizes = {}
 for name, p in model.named_parameters():
-    sizes[M_.group_of(name)] = sizes.get(M_.group_of(name), 0) + p.numel()
+    sizes[gepard.group_of(name)] = sizes.get(gepard.group_of(name), 0) + p.numel()
 backbone_params = sizes['backbone']
 model.train()
 if ddp:
@@ -329,7 +329,7 @@ cast = torch.autocast(device, compute) if compute != torch.float32 and not ddp e
 net = torch.compile(model, dynamic=True) if compile else model
 
 multipliers = {'backbone': 1.0, 'audio': lr_audio, 'embed': lr_embed, 'ref': lr_ref}
-groups = M_.param_groups(model, learning_rate, multipliers, weight_decay)
+groups = gepard.param_groups(model, learning_rate, multipliers, weight_decay)
 optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), eps=1e-8, fused=True)
 if state:
     for name, p in model.named_parameters():
@@ -384,7 +384,7 @@ def save():
                     'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
                     'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
         tokenizer_dir = os.path.dirname(load_tokenizer(meta['tokenizer']['id'])[1])
-        M_.save_checkpoint(path, weights, cfg, tokenizer_dir, metadata, lambda folder: torch.save(
+        gepard.save_checkpoint(path, weights, cfg, tokenizer_dir, metadata, lambda folder: torch.save(
             {'optimizer': moments, 'step': step, 'epoch': epoch, 'micro': micro}, os.path.join(folder, 'resume.pt')))
         found = sorted((int(n.rpartition('-')[2]), n) for n in os.listdir(out_dir) if n.rpartition('-')[0] == 'checkpoint' and n.rpartition('-')[2].isdecimal())
         for _, old in found[:-keep_checkpoints] if keep_checkpoints else []:
@@ -408,7 +408,7 @@ def evaluate():
             out = net(batch)
         f, ending = len(out['codes']), out['stop_logits'][len(out['codes']):]
         hits, false = (ending > 0).sum(), (out['stop_logits'][:f] > 0).sum()
-        total += (not empty) * torch.stack([M_.code_nll(out['logits'], out['codes']).sum(), M_.stop_nll(out['stop_logits'], M_.stop_target(out), cfg.stop_pos_weight),
+        total += (not empty) * torch.stack([gepard.code_nll(out['logits'], out['codes']).sum(), gepard.stop_nll(out['stop_logits'], gepard.stop_target(out), cfg.stop_pos_weight),
                                             *(torch.as_tensor(x, device=device) for x in (f, len(ending), hits, false, len(ending) + f))]).double()
     model.train()
     code, stop, frames, stops, hits, false, both = all_sum(total).tolist()
@@ -425,7 +425,7 @@ def speak_prompts():
     codec = codec or NanoCodec(meta['codec']['id'], device=device)
     voice = model
     if ddp:
-        voice = M_.Gepard(cfg)
+        voice = gepard.Gepard(cfg)
         voice.load_state_dict(weights)
         voice.to(device)
     voice.eval()
@@ -436,10 +436,10 @@ def speak_prompts():
         if num_queries:
             voices = [i for i in val_rows if speaker_of[i] >= 0] or list(train_rows[speaker_of[train_rows] >= 0])
             refs = [torch.from_numpy(reference(voices[n * len(voices) // len(speak)], all_clips, np.random.default_rng(seed)).astype(np.int64)) for n in range(len(speak))]
-            prefix = torch.cat([voice.speaker_prefix(M_.unfold(r[None].to(device), cfg.codec['fsq_levels']), torch.ones(1, len(r), dtype=torch.bool, device=device))[0] for r in refs])
+            prefix = torch.cat([voice.speaker_prefix(gepard.unfold(r[None].to(device), cfg.codec['fsq_levels']), torch.ones(1, len(r), dtype=torch.bool, device=device))[0] for r in refs])
         tokenizer = load_tokenizer(meta['tokenizer']['id'])[0]
-        texts = [M_.layout(encode_text(tokenizer, t), special) for t in speak]
-        spoken = M_.generate(voice, texts, prefix, max_frames=min(300, cfg.max_position_embeddings - max(map(len, texts)) - num_queries), temperature=speak_temperature)
+        texts = [gepard.layout(encode_text(tokenizer, t), special) for t in speak]
+        spoken = gepard.generate(voice, texts, prefix, max_frames=min(300, cfg.max_position_embeddings - max(map(len, texts)) - num_queries), temperature=speak_temperature)
     for n, (text, s, wav) in enumerate(zip(speak, spoken, codec.decode([s['codes'].cpu() for s in spoken]))):
         save_wav(os.path.join(folder, f'{n}.wav'), wav, codec.sample_rate)
         save_spectrogram(os.path.join(folder, f'{n}.png'), wav, codec.sample_rate, f"step {step}: {text} ({len(s['codes'])} frames, {s['ended_by']})")
@@ -524,7 +524,7 @@ while step < total_steps:
     # means are over all rows of the step, on all ranks: one gradient for 1x4, 2x2 and 4x1
     n = all_sum(torch.tensor([sum(len(b['codes']) for b in parts), sum(len(b['last_at']) for b in parts)], dtype=torch.float32).to(device))
     count = {'frames': n[0], 'stops': n[0] + n[1], 'rows': n[1]}
-    weights = [M_.ramp(step, diversity_weight, reg_start, diversity_ramp), M_.ramp(step, supcon_weight, reg_start, supcon_ramp)]
+    weights = [gepard.ramp(step, diversity_weight, reg_start, diversity_ramp), gepard.ramp(step, supcon_weight, reg_start, supcon_ramp)]
     for g in optimizer.param_groups:
         g['lr'] = g['base_lr'] * lr_factor(step)
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank)       # dropout: the same after a resume
@@ -535,7 +535,7 @@ while step < total_steps:
         batch = to_device(batch)
         with cast:
             out = net(batch)
-        r = M_.losses(out, batch, cfg, count, *weights, supcon_share=1 / gradient_accumulation)
+        r = gepard.losses(out, batch, cfg, count, *weights, supcon_share=1 / gradient_accumulation)
         (r['total'] * world).backward()                                 # FSDP averages over ranks; ours are parts of one sum
         with torch.no_grad():
             f = len(out['codes'])
@@ -560,7 +560,7 @@ while step < total_steps:
                 numbers = plan_epoch(e)[m:m + per_step].ravel()
                 say(f'step {s}: non-finite gradient, step skipped ({bad_steps} in a row); rows {np.where(numbers < 0, ~numbers, numbers).tolist()}')
             if bad_steps >= max_bad_steps:
-                fail(f'{bad_steps} steps in a row with a non-finite gradient; the newest whole checkpoint is {M_.latest_checkpoint(out_dir)}')
+                fail(f'{bad_steps} steps in a row with a non-finite gradient; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
         pending = []
         sums = all_sum(sums)
         code, stop, div, sup, hits, false = sums.tolist()

@@ -84,6 +84,8 @@ try:
     nano = NanoCodec(codec or cfg.codec['codec_id'], device=device)
 except (OSError, ValueError, ImportError) as e:
     fail(e)
+if tokenizer.get_vocab_size() > cfg.vocab_size:
+    fail(f'{folder}: the tokenizer has {tokenizer.get_vocab_size()} ids, the model {cfg.vocab_size}')
 if list(nano.levels) * nano.groups != list(cfg.levels):
     fail(f'codec {nano.id} has levels {list(nano.levels)} x {nano.groups}, the checkpoint {cfg.levels[:4]} x {len(cfg.levels) // 4}')
 

@@ -9,7 +9,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 from prepare import Corpus, clean_text, encode_text, load_tokenizer, read_audio, share_of
 
-SCRIPT, TOKENIZER = os.path.join(ROOT, 'prepare.py'), os.path.join(ROOT, 'assets/tiny/tokenizer')
+SCRIPT, TOKENIZER = os.path.join(ROOT, 'prepare.py'), os.path.join(ROOT, 'tests/data/byte_tokenizer')     # a token is a byte
 
 FAKE = '''
 import numpy as np, os, signal

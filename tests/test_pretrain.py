@@ -36,7 +36,7 @@ def write_corpus(path, speakers=5, clips=6, nulls=5, seed=0):
     np.array(rows, prepare.ROW).tofile(os.path.join(path, 'index.bin'))
     meta = {'magic': prepare.MAGIC, 'version': prepare.VERSION, 'rows': len(rows), 'frames': frames, 'tokens': tokens,
             'codec': {'id': 'none', 'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8},
-            'tokenizer': {'id': TOKENIZER, 'hash': '', 'length': 261}, 'sources': [], 'settings': {'min_clips_per_speaker': 3},
+            'tokenizer': {'id': TOKENIZER, 'hash': '', 'length': 446}, 'sources': [], 'settings': {'min_clips_per_speaker': 3},
             'special_tokens': {'start_of_speech': 256, 'end_of_speech': 257, 'start_of_text': 258, 'end_of_text': 259, 'tts_pad': 260},
             'speakers': [f'x/{s}' for s in range(speakers)]}
     with open(os.path.join(path, 'meta.json'), 'w') as f:

@@ -10,14 +10,14 @@ import model as M
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 TOKENIZER = os.path.join(ROOT, 'assets', 'tiny', 'tokenizer')
-SPECIAL = {'tokeniser_length': 261, 'start_of_text': 258, 'end_of_text': 259, 'start_of_speech': 256, 'end_of_speech': 257, 'tts_pad': 260}
+SPECIAL = {'tokeniser_length': 446, 'start_of_text': 258, 'end_of_text': 259, 'start_of_speech': 256, 'end_of_speech': 257, 'tts_pad': 260}
 
 
 @pytest.fixture(scope='module')
 def folder(tmp_path_factory):
     """A run's folder with one checkpoint, and a reference wav."""
     out = tmp_path_factory.mktemp('run')
-    cfg = M.Config(vocab_size=320, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+    cfg = M.Config(vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
                    rope_theta=1e4, max_position_embeddings=512, audio_embed_dim=4, prefix_heads=2, special_tokens=SPECIAL)
     cfg.codec = cfg.codec | {'codec_id': 'assets/tiny/codec.nemo'}
     model = M.Gepard(cfg)

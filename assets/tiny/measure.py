@@ -19,7 +19,7 @@ ckpt = ''                       # a checkpoint or a run's folder; '' = only the 
 data = 'data/speech'            # of make_speech.py
 codec = 'assets/tiny/codec.nemo'
 out = ''                        # folder for the spoken wavs; '' = CKPT/spoken
-temperature = 0.4               # 0 = arg-max
+temperature = 0.2               # 0 = arg-max; a small model's tail is mostly errors
 max_seconds = 6.0               # of speech; the longest recording has about 2
 seed = 0
 # ----------------------------------------------------------------------------
