@@ -182,6 +182,10 @@ def layout(ids, special, copies=1):
     one = [special['start_of_text'], *ids, special['end_of_text']]
     return one * copies + [special['start_of_speech']]
 
+def prompt(ids, cfg):
+    """Token ids of a text -> what `generate` takes: laid out, repeated as the checkpoint says."""
+    return layout(ids, cfg.special_tokens, repeats(len(ids), cfg.text_repetition))
+
 # -----------------------------------------------------------------------------
 # backbone: parameter names are those of transformers' Qwen3_5TextModel
 
@@ -431,6 +435,18 @@ class Gepard(nn.Module):
     def speaker_prefix(self, codes, mask):
         """Unfolded reference codes [B, T, K], mask [B, T] -> prefix [B, 8, d], q [B, 8, d] (before the scale)"""
         return self.ref_compressor(codes, mask, self.cfg.codec['fsq_levels'])
+
+    @torch.no_grad()
+    def voices(self, references):
+        """Reference clips, packed codes [t, 8] each (None = no voice, the null prefix) -> prefixes [B, 8, d] for `generate`."""
+        dev, out = self.null_prefix.device, []
+        for codes in references:        # one at a time: a voice does not depend on what stands beside it
+            if codes is None:
+                out.append(self.null_prefix)
+                continue
+            codes = unfold(torch.as_tensor(np.asarray(codes).astype(np.int64), device=dev)[None], self.cfg.codec['fsq_levels'])
+            out.append(self.speaker_prefix(codes, torch.ones(codes.shape[:2], dtype=torch.bool, device=dev))[0][0])
+        return torch.stack(out)
 
     def forward(self, batch):
         """A packed batch (see `pack`) -> dict: logits [F, K, L] and stop_logits [F + B] (first the outputs that
@@ -963,12 +979,18 @@ def save_checkpoint(path, state, cfg, tokenizer, metadata, extra=None):
     write_folder(path, write)
 
 
-def latest_checkpoint(folder, name='checkpoint', file='model.safetensors'):
-    """The checkpoint folder `name-<step>` with the largest step, or None. Unfinished ones (.tmp) never match, nor does
-    a folder without that file (adapters: 'adapter.safetensors')."""
-    steps = []
+def checkpoints(folder, name='checkpoint', file='model.safetensors'):
+    """The whole checkpoints `name-<step>` of a run, [(step, path)] in order of the number. Unfinished ones (.tmp) never
+    match, nor does a folder without that file (adapters: 'adapter.safetensors')."""
+    found = []
     for entry in os.listdir(folder) if os.path.isdir(folder) else []:
         head, _, tail = entry.rpartition('-')
         if head == name and tail.isdecimal() and os.path.isfile(os.path.join(folder, entry, file)):
-            steps.append((int(tail), os.path.join(folder, entry)))
-    return max(steps)[1] if steps else None
+            found.append((int(tail), os.path.join(folder, entry)))
+    return sorted(found)
+
+
+def latest_checkpoint(folder, **kw):
+    """Path of the newest of `checkpoints`, or None."""
+    found = checkpoints(folder, **kw)
+    return found[-1][1] if found else None

@@ -386,9 +386,8 @@ def save():
         tokenizer_dir = os.path.dirname(load_tokenizer(meta['tokenizer']['id'])[1])
         gepard.save_checkpoint(path, weights, cfg, tokenizer_dir, metadata, lambda folder: torch.save(
             {'optimizer': moments, 'step': step, 'epoch': epoch, 'micro': micro}, os.path.join(folder, 'resume.pt')))
-        found = sorted((int(n.rpartition('-')[2]), n) for n in os.listdir(out_dir) if n.rpartition('-')[0] == 'checkpoint' and n.rpartition('-')[2].isdecimal())
-        for _, old in found[:-keep_checkpoints] if keep_checkpoints else []:
-            shutil.rmtree(os.path.join(out_dir, old))
+        for _, old in gepard.checkpoints(out_dir)[:-keep_checkpoints] if keep_checkpoints else []:
+            shutil.rmtree(old)
         say(f'saved {path}')
     if ddp:
         dist.barrier()
@@ -431,15 +430,13 @@ def speak_prompts():
     voice.eval()
     folder = os.path.join(out_dir, 'samples', f'step-{step}')
     os.makedirs(folder, exist_ok=True)
-    prefix = None
-    with torch.no_grad():
-        if num_queries:
-            voices = [i for i in val_rows if speaker_of[i] >= 0] or list(train_rows[speaker_of[train_rows] >= 0])
-            refs = [torch.from_numpy(reference(voices[n * len(voices) // len(speak)], all_clips, np.random.default_rng(seed)).astype(np.int64)) for n in range(len(speak))]
-            prefix = torch.cat([voice.speaker_prefix(gepard.unfold(r[None].to(device), cfg.codec['fsq_levels']), torch.ones(1, len(r), dtype=torch.bool, device=device))[0] for r in refs])
-        tokenizer = load_tokenizer(meta['tokenizer']['id'])[0]
-        texts = [gepard.layout(encode_text(tokenizer, t), special) for t in speak]
-        spoken = gepard.generate(voice, texts, prefix, max_frames=min(300, cfg.max_position_embeddings - max(map(len, texts)) - num_queries), temperature=speak_temperature)
+    prefix, tokenizer = None, load_tokenizer(meta['tokenizer']['id'])[0]
+    if num_queries:
+        voices = [i for i in val_rows if speaker_of[i] >= 0] or list(train_rows[speaker_of[train_rows] >= 0])
+        prefix = voice.voices([reference(voices[n * len(voices) // len(speak)], all_clips, np.random.default_rng(seed)) for n in range(len(speak))])
+    texts = [gepard.prompt(encode_text(tokenizer, t), cfg) for t in speak]
+    room = cfg.max_position_embeddings - max(map(len, texts)) - num_queries
+    spoken = gepard.generate(voice, texts, prefix, max_frames=min(300, room), temperature=speak_temperature)
     for n, (text, s, wav) in enumerate(zip(speak, spoken, codec.decode([s['codes'].cpu() for s in spoken]))):
         save_wav(os.path.join(folder, f'{n}.wav'), wav, codec.sample_rate)
         save_spectrogram(os.path.join(folder, f'{n}.png'), wav, codec.sample_rate, f"step {step}: {text} ({len(s['codes'])} frames, {s['ended_by']})")

@@ -94,26 +94,21 @@ for where, t in texts:
     ids = encode_text(tokenizer, t)
     if not ids:
         fail(f'{where}: the tokenizer makes no tokens of {t!r}')
-    prompts.append(M.layout(ids, cfg.special_tokens, M.repeats(len(ids), cfg.text_repetition)))
+    prompts.append(M.prompt(ids, cfg))
 max_frames = max(1, round(max_seconds * nano.frame_rate))
 if max(map(len, prompts)) + cfg.num_queries + max_frames > cfg.max_position_embeddings:
     fail(f'text of {max(map(len, prompts))} tokens and {max_frames} frames do not fit the model ({cfg.max_position_embeddings} positions): split the text or lower max_seconds')
 
-vectors = None
-with torch.no_grad():
-    if ref and not cfg.num_queries:
-        fail(f'{ckpt} has no voice cloning: leave out --ref')
-    if ref:
-        try:
-            voice = nano.encode([read_audio(ref, nano.sample_rate)[:int(max_ref_seconds * nano.sample_rate)]])[0]
-        except (OSError, ValueError) as e:
-            fail(f'--ref: {e}')
-        codes = M.unfold(torch.from_numpy(voice.astype('int64'))[None].to(device), nano.levels)
-        vectors = gepard.speaker_prefix(codes, torch.ones(codes.shape[:2], dtype=torch.bool, device=device))[0]
-    elif cfg.num_queries and prefix != 'none':
-        vectors = gepard.null_prefix[None]
-if vectors is not None:
-    vectors = vectors.expand(len(prompts), -1, -1)
+if ref and not cfg.num_queries:
+    fail(f'{ckpt} has no voice cloning: leave out --ref')
+voice, vectors = None, None
+if ref:
+    try:
+        voice = nano.encode([read_audio(ref, nano.sample_rate)[:int(max_ref_seconds * nano.sample_rate)]])[0]
+    except (OSError, ValueError) as e:
+        fail(f'--ref: {e}')
+if cfg.num_queries and prefix != 'none':
+    vectors = gepard.voices([voice]).expand(len(prompts), -1, -1)       # without a reference: the null prefix
 settings = dict(max_frames=max_frames, temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale,
                 cfg_frames=cfg_frames, repetition_penalty=repetition_penalty, seeds=list(range(seed, seed + len(prompts))))
 

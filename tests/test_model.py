@@ -701,3 +701,22 @@ def test_cuda_generate(overfit):
         a, b = (M.generate(m, texts, max_frames=12, **kw) for m in (model, gpu))
         for x, y in zip(a, b):
             assert torch.equal(x['codes'], y['codes'].cpu()) and x['ended_by'] == y['ended_by']
+
+
+def test_voices_and_prompt():
+    """Clips one by one equal the padded batch of training; no clip is the null prefix. A prompt is laid out as the checkpoint says."""
+    model = tiny_model()
+    rng = np.random.default_rng(0)
+    refs = [rng.integers(0, 2016, (n, 8)).astype(np.uint16) for n in (5, 1, 9)]
+    got = model.voices([refs[0], None, *refs[1:]])
+    codes = torch.zeros(3, 9, 8, dtype=torch.long)
+    for i, r in enumerate(refs):
+        codes[i, :len(r)] = torch.from_numpy(r.astype(np.int64))
+    mask = torch.arange(9) < torch.tensor([[5], [1], [9]])
+    want = model.speaker_prefix(M.unfold(codes), mask)[0]
+    torch.testing.assert_close(got[[0, 2, 3]], want, rtol=1e-5, atol=1e-6)
+    assert torch.equal(got[1], model.null_prefix)
+    special = model.cfg.special_tokens
+    assert M.prompt([7, 8], model.cfg) == M.layout([7, 8], special)
+    model.cfg.text_repetition = model.cfg.text_repetition | {'enabled': True}
+    assert M.prompt([7, 8], model.cfg) == M.layout([7, 8], special, 8)

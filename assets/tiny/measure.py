@@ -178,20 +178,14 @@ def nearest_rate(vectors, voices, own):
 # ----------------------------------------------------------------------------- the measurement
 def speak(ckpt, nano, texts, references, temperature, max_seconds, seed):
     """texts in the voices of references (float32 at the codec's rate), through the checkpoint in `ckpt`, as sample.py does -> generate's dicts."""
-    import torch
     import model as M
     from prepare import encode_text, load_tokenizer
     gepard, folder = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt)
     cfg, tokenizer = gepard.cfg, load_tokenizer(folder)[0]
     if cfg.codec['codec_id'] != nano.id:
         sys.exit(f"measure.py: {ckpt} was trained on codec {cfg.codec['codec_id']}, not {nano.id}: set --codec")
-    ids = [encode_text(tokenizer, t) for t in texts]
-    prompts = [M.layout(i, cfg.special_tokens, M.repeats(len(i), cfg.text_repetition)) for i in ids]
-    with torch.no_grad():
-        codes = [torch.from_numpy(c.astype('int64')) for c in nano.encode(references)]
-        mask = torch.arange(max(map(len, codes)))[None] < torch.tensor([len(c) for c in codes])[:, None]
-        codes = torch.nn.utils.rnn.pad_sequence(codes, batch_first=True)                   # [B, T, 8]; code 0 where masked
-        prefix = gepard.speaker_prefix(M.unfold(codes, nano.levels), mask)[0]
+    prompts = [M.prompt(encode_text(tokenizer, t), cfg) for t in texts]
+    prefix = gepard.voices(nano.encode(references))
     return M.generate(gepard, prompts, prefix, max_frames=round(max_seconds * nano.frame_rate), temperature=temperature,
                       seeds=list(range(seed, seed + len(texts))))
 
