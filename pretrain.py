@@ -95,7 +95,8 @@ def validate():
         rule(0 <= config[name] < 1, f'{name} must be in [0, 1), got {config[name]}')
     rule(ref_max_seconds >= ref_min_seconds, f'ref_max_seconds {ref_max_seconds} is below ref_min_seconds {ref_min_seconds}')
     rule(not eval_interval or eval_batches > 0, 'eval_batches must be above 0 when eval_interval is')
-    rule(num_attention_heads % num_key_value_heads == 0, f'num_key_value_heads {num_key_value_heads} does not divide num_attention_heads {num_attention_heads}')
+    rule(num_attention_heads % num_key_value_heads == 0,
+         f'num_key_value_heads {num_key_value_heads} does not divide num_attention_heads {num_attention_heads}')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
     if num_queries:
@@ -269,10 +270,12 @@ def to_device(batch):
 # ---- model
 
 special = meta['special_tokens']
-audio = dict(
-    levels=list(meta['codec']['levels']) * meta['codec']['groups'], audio_embed_dim=audio_embed_dim, num_queries=num_queries,
-    prefix_layers=prefix_layers, prefix_heads=prefix_heads, prefix_dropout=prefix_dropout, null_prob=null_prob, stop_loss_weight=stop_loss_weight,
-    stop_pos_weight=stop_pos_weight, supcon_dim=128 if num_queries and supcon_weight else 0, supcon_hidden=128 if num_queries and supcon_weight else 0,
+ids_needed = max(meta['tokenizer']['length'], 1 + max(special.values()))
+contrast = 128 if num_queries and supcon_weight else 0
+audio = {k: config[k] for k in ('audio_embed_dim', 'num_queries', 'prefix_layers', 'prefix_heads', 'prefix_dropout', 'null_prob', 'stop_loss_weight',
+                                'stop_pos_weight')}
+audio |= dict(
+    levels=list(meta['codec']['levels']) * meta['codec']['groups'], supcon_dim=contrast, supcon_hidden=contrast,
     special_tokens={'tokeniser_length': meta['tokenizer']['length'], **special},
     codec=dict(num_layers=meta['codec']['groups'], fsq_levels=list(meta['codec']['levels']), do_unfold=True, frame_rate_hz=21.5,
                codec_id=meta['codec']['id'], sample_rate=meta['codec']['sample_rate']))
@@ -295,9 +298,9 @@ try:
             if json.dumps(getattr(cfg, key)) != json.dumps(want) and key not in ('null_prob', 'stop_loss_weight', 'stop_pos_weight'):
                 fail(f'{newest} has {key} {getattr(cfg, key)!r}, corpus and config say {want!r}')
     elif init_from == 'scratch':
-        cfg = gepard.Config(vocab_size=-(-max(meta['tokenizer']['length'], 1 + max(special.values())) // 64) * 64, hidden_size=hidden_size,
-                        intermediate_size=intermediate_size, num_hidden_layers=num_hidden_layers, num_attention_heads=num_attention_heads,
-                        num_key_value_heads=num_key_value_heads, head_dim=head_dim, rope_theta=rope_theta, max_position_embeddings=max_position_embeddings, **audio)
+        shape = {k: config[k] for k in ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads',
+                                        'head_dim', 'rope_theta', 'max_position_embeddings')}
+        cfg = gepard.Config(vocab_size=-(-ids_needed // 64) * 64, **shape, **audio)
         model = gepard.Gepard(cfg)
         model.init_weights(seed)
     else:
@@ -308,6 +311,8 @@ try:
 except (ValueError, OSError) as e:
     fail(e)
 cfg.null_prob, cfg.stop_loss_weight, cfg.stop_pos_weight = null_prob, stop_loss_weight, stop_pos_weight
+if ids_needed > cfg.vocab_size:
+    fail(f"{data}: tokenizer {meta['tokenizer']['id']} needs {ids_needed} ids, the model has {cfg.vocab_size}")
 longest = rows['text_len'].max() + rows['frame_len'].max() + num_queries + 3
 if longest > cfg.max_position_embeddings:
     fail(f'{data} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
@@ -343,13 +348,15 @@ per_step = world * gradient_accumulation                                # micro-
 micros_per_epoch = len(plan_epoch(0))
 steps_per_epoch = micros_per_epoch // per_step
 if steps_per_epoch == 0:
-    fail(f'an epoch has {micros_per_epoch} micro-batches, one step takes {world} ranks x {gradient_accumulation}: lower gradient_accumulation or batch_size')
+    fail(f'an epoch has {micros_per_epoch} micro-batches, one step takes {world} ranks x {gradient_accumulation}: '
+         'lower gradient_accumulation or batch_size')
 left = (epochs - epoch - 1) * steps_per_epoch + (micros_per_epoch - micro) // per_step
 total_steps = max(step + left, step) if not max_steps else min(max_steps, step + left)
 mean_frames, mean_text = rows['frame_len'][train_rows].mean(), rows['text_len'][train_rows].mean()
 say(f"corpus {data}: {len(train_rows):,} training rows, {len(val_rows):,} held out, {rows['frame_len'].sum() / frame_rate / 3600:.2f} hours, "
     f"{len(clips):,} speakers, {int((speaker_of[train_rows] < 0).sum()):,} null rows")
-say(f'batch: {batch_size} rows' + (f' = {P} speakers x {K} clips + {M} null rows' if num_queries else '') + f' x {gradient_accumulation} micro-batches x {world} ranks '
+say(f'batch: {batch_size} rows' + (f' = {P} speakers x {K} clips + {M} null rows' if num_queries else '')
+    + f' x {gradient_accumulation} micro-batches x {world} ranks '
     f'= {batch_size * per_step:,} rows, about {batch_size * per_step * (mean_frames + mean_text + num_queries + 3):,.0f} tokens, '
     f'{batch_size * per_step * mean_frames / frame_rate:,.0f} s of audio a step')
 say(f'{steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_steps - step:,} to go' if step else ''))
@@ -407,8 +414,9 @@ def evaluate():
             out = net(batch)
         f, ending = len(out['codes']), out['stop_logits'][len(out['codes']):]
         hits, false = (ending > 0).sum(), (out['stop_logits'][:f] > 0).sum()
-        total += (not empty) * torch.stack([gepard.code_nll(out['logits'], out['codes']).sum(), gepard.stop_nll(out['stop_logits'], gepard.stop_target(out), cfg.stop_pos_weight),
-                                            *(torch.as_tensor(x, device=device) for x in (f, len(ending), hits, false, len(ending) + f))]).double()
+        code = gepard.code_nll(out['logits'], out['codes']).sum()
+        stop = gepard.stop_nll(out['stop_logits'], gepard.stop_target(out), cfg.stop_pos_weight)
+        total += 0 if empty else torch.stack([torch.as_tensor(x, device=device).double() for x in (code, stop, f, len(ending), hits, false, len(ending) + f)])
     model.train()
     code, stop, frames, stops, hits, false, both = all_sum(total).tolist()
     return {'val_code': code / frames, 'val_stop': stop / both, 'stop_recall': hits / stops, 'stop_precision': hits / max(hits + false, 1)}
@@ -449,7 +457,8 @@ def curves():
     import matplotlib.pyplot as plt
     log = [json.loads(line) for line in open(metrics_path, encoding='utf-8')]
     fig, axes = plt.subplots(2, 3, figsize=(15, 7))
-    for ax, keys in zip(axes.flat, (('code', 'val_code'), ('stop', 'val_stop'), ('stop_recall', 'stop_precision'), ('grad_norm',), ('supcon', 'diversity'), ('lr',))):
+    shown = (('code', 'val_code'), ('stop', 'val_stop'), ('stop_recall', 'stop_precision'), ('grad_norm',), ('supcon', 'diversity'), ('lr',))
+    for ax, keys in zip(axes.flat, shown):
         for key in keys:
             points = [(r['step'], r[key]) for r in log if key in r]
             if points:
@@ -469,7 +478,8 @@ metrics_path = os.path.join(out_dir, 'metrics.jsonl')
 codec, wandb, git = None, None, ''
 if rank == 0:
     try:
-        git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
+        here = os.path.dirname(os.path.abspath(__file__))
+        git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=here).stdout.strip()
     except OSError:                                                     # no git here
         pass
     kept = []
@@ -570,7 +580,8 @@ while step < total_steps:
                   'tflops': flops / seconds / 1e12, 'loader_wait': waited / seconds,
                   'memory_gib': torch.cuda.max_memory_allocated() / 2 ** 30 if device == 'cuda' else 0.0}
         record(values)
-        say(f"step {step}/{total_steps} epoch {epoch} code {code:.3f} stop {stop:.3f} div {div:.3f} sup {sup:.3f} norm {float(norm):.2f} lr {values['lr']:.1e} | "
+        say(f"step {step}/{total_steps} epoch {epoch} code {code:.3f} stop {stop:.3f} div {div:.3f} sup {sup:.3f} "
+            f"norm {float(norm):.2f} lr {values['lr']:.1e} | "
             f"{values['step_ms']:.0f} ms, {values['audio_s_per_s']:.0f} s audio/s, {values['tokens_per_s']:.0f} tokens/s, "
             f"loader {100 * values['loader_wait']:.0f}%, ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
         clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
