@@ -1,8 +1,8 @@
 """
-Turns tables of audio files into a corpus: codec tokens and text ids in flat files that every later stage maps into memory.
+Turns audio or tokens of any source into a corpus: codec tokens and text ids in flat files that every later stage maps into memory.
 
     python prepare.py config/tiny_prepare.py                        # one process: CPU, or one GPU
-    python prepare.py config/prepare.py --num_workers=16            # audio is read in 16 processes while the codec encodes
+    torchrun --nproc_per_node=8 prepare.py config/prepare.py --num_workers=12       # a process a GPU; each reads audio in 12 more
 
 Written to out_dir, which appears only when it is complete (the work in between lies in <out_dir>.building):
 
@@ -10,13 +10,13 @@ Written to out_dir, which appears only when it is complete (the work in between 
     text.bin       uint32 [tokens]       text ids: no special tokens, no repetition (layout is applied when a batch is made)
     index.bin      ROW [rows]            where each row lies, its speaker, source, split and line in the source's table
     meta.json      magic, version, sizes, codec, tokenizer, special ids, settings, counts, speakers
-    rejects.jsonl  every row that was dropped: file, line, audio, reason, detail
+    rejects.jsonl  every row that was dropped: file, line (a row's number where there are no lines), audio, reason, detail
 
-On one kind of device the same inputs give the same bytes, whatever the workers, the batch size or interruptions. Killed, it goes
-on where it was. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
+On one kind of device the same inputs give the same bytes, whatever the ranks, workers, batch size or interruptions. Killed, it
+goes on where it was. Memory does not grow with the audio, and by about 0.2 KB a row. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
 Other scripts read a corpus through Corpus, a file through read_audio, and a text through load_tokenizer and encode_text.
 """
-import csv, hashlib, itertools, json, math, os, re, shutil, sys, time, unicodedata
+import csv, hashlib, io, itertools, json, math, os, re, shutil, sys, time, unicodedata
 from collections import Counter, deque
 from datetime import timedelta
 
@@ -25,10 +25,14 @@ import numpy as np
 # -----------------------------------------------------------------------------
 sources = ()                    # what goes in, in this order: a tuple of dicts, one a source; at least one
 #   name          fixed namespace of its speakers ('name/speaker'): the same name in two sources is two people
-#   path          the table. csv, tsv: a header line; jsonl: one object a line; ljspeech: id|text or id|text|normalized text
-#   kind          'csv', 'tsv', 'jsonl' or 'ljspeech'; left out: by the extension, and a first line with '|' is ljspeech
+#   path          csv, tsv: a header line; jsonl: one object a line; ljspeech: id|text or id|text|normalized text; parquet: a file or
+#                 a folder of them; hf: a save_to_disk folder or a Hub name; folder: x.wav beside x.txt, a folder in it is a speaker
+#   kind          one of those seven words; left out: by the extension or what is in the folder (first line with '|': ljspeech)
+#   split, subset of a Hugging Face dataset: 'train' and none if left out
 #   columns       {'audio': .., 'text': .., 'speaker': .., 'language': ..} -> the table's column names (numbers: a table without
-#                 header). Left out: audio, text, and speaker if the table has one. A row without speaker is a null row
+#                 header). Left out: audio, text, and speaker if the table has one. A row without speaker is a null row.
+#                 parquet, hf: audio is a path or an Audio column. Columns nano_layer_1..8 (lists of packed codes; 'layers' gives
+#                 another prefix) are taken for tokens of `codec`, and encoded_len, if there, must be their length
 #   root          folder of relative audio paths; left out: the table's folder (ljspeech: its wavs/)
 #   quotes        True: "a ""field""" is unquoted (csv, tsv); False: quotes are text (left out: True, ljspeech False)
 #   language_tag  'es' puts 'es: ' before each text; a mapped language column does so row by row; left out: no tag
@@ -52,16 +56,19 @@ val_speakers = 0                # so many usable speakers are held out whole, by
 device = 'auto'                 # of the codec: 'auto' = cuda where there is one, else cpu
 num_workers = 0                 # processes that read and resample audio; 0 = a thread of this process does
 batch_seconds = 120.0           # audio seconds in one codec batch, padding included: less on a small machine, 1000 on a big GPU; 0.0 = clip by clip
-unit_rows = 256                 # rows read, sorted by length, encoded and saved together: what a kill can lose
+unit_rows = 256                 # rows read, sorted by length, encoded and saved together (16 times as many tokenized ones): what a kill
+                                # can lose, and what a rank takes at a time
 overwrite = False               # True: a corpus or an unfinished one with other settings in out_dir is replaced
 # -----------------------------------------------------------------------------
 MAGIC, VERSION = 'nanogepard-corpus', 1
 ROW = np.dtype([('text_start', '<i8'), ('text_len', '<i8'), ('frame_start', '<i8'), ('frame_len', '<i8'), ('line', '<i8'),
                 ('speaker', '<i4'), ('source', '<i4'), ('split', '<i4')])           # 64-bit offsets: 68,000 hours are 5.3e9 frames
-DRAFT = np.dtype([('text_len', '<i8'), ('frame_len', '<i8'), ('line', '<i8'), ('source', '<i4'), ('hash', '<f8')])     # a row before joining
+DRAFT = np.dtype([('text_len', '<i8'), ('frame_len', '<i8'), ('line', '<i8'), ('source', '<i4'), ('who', '<i4'), ('hash', '<f8'), ('key', '<u8')])    # a row before joining
+NANO = {'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8}         # what tokenized sources hold
 SPLITS = ('train', 'val', 'val_speakers')
 FREE = ('out_dir', 'max_reject_share', 'device', 'num_workers', 'batch_seconds', 'unit_rows', 'overwrite')     # they change no byte
-KINDS = {'csv': ',', 'tsv': '\t', 'ljspeech': '|', 'jsonl': ''}
+KINDS = {'csv': ',', 'tsv': '\t', 'ljspeech': '|', 'jsonl': '', 'parquet': '', 'hf': '', 'folder': ''}
+AUDIO = ('.wav', '.flac', '.ogg', '.mp3')
 NO_SPEAKER = ('', 'nan', 'NaN', 'None', 'null', '__null_ref__')         # what tables write where there is no speaker
 
 # ---- the reader
@@ -132,6 +139,9 @@ def clean_text(text):
 
 def encode_text(tokenizer, text):
     """Ids (list of int) of a transcript, no layout: NFC, stripped. tokenizer: of `tokenizers`, or a fast one of transformers."""
+    return encode_texts(tokenizer, [text])[0]
+
+def encode_texts(tokenizer, texts):
     tok = getattr(tokenizer, 'backend_tokenizer', tokenizer)
     if not tok.encode_special_tokens:
         # '<|im_end|>' typed in a transcript is ten characters, not an id. The library's switch passes over added tokens
@@ -140,7 +150,7 @@ def encode_text(tokenizer, text):
         tok.encode_special_tokens = True
         tok.no_truncation()
         tok.no_padding()
-    return tok.encode(clean_text(text), add_special_tokens=False).ids
+    return [x.ids for x in tok.encode_batch_fast([clean_text(text) for text in texts], add_special_tokens=False)]
 
 # ---- audio
 
@@ -149,22 +159,25 @@ def cut_short(path, log):
     sizes = re.search(r'^ ?(?:data|SSND) : (\d+) \(should be', log, re.M)           # from its log on wav and aiff
     if sizes and int(sizes[1]) != 0xFFFFFFFF:           # that size means unknown: written to a pipe
         return True
-    with open(path, 'rb') as f:
+    with io.BytesIO(path) if isinstance(path, bytes) else open(path, 'rb') as f:
         if f.read(4) != b'OggS':
             return False
-        f.seek(max(0, os.path.getsize(path) - 70000))   # an ogg page is at most 65,307 bytes
+        f.seek(max(0, f.seek(0, 2) - 70000))            # an ogg page is at most 65,307 bytes
         tail = f.read()
     page = tail[tail.rfind(b'OggS'):]                   # the last page must be whole and carry the end-of-stream flag
     return len(page) < 27 or not page[5] & 4 or len(page) < 27 + page[26] + sum(page[27:27 + page[26]])
 
 def read_audio(path, sample_rate, max_seconds=0.0):
-    """Mono float32 [samples] at sample_rate (mean of the channels, soxr's band-limited 'HQ') of any file that libsndfile
+    """Mono float32 [samples] at sample_rate (mean of the channels, soxr's band-limited 'HQ') of any file, or its bytes, that libsndfile
     opens: wav, flac, ogg, mp3, .. ValueError 'reason: detail' where it is not a whole, finite clip of at most max_seconds."""
     import soundfile, soxr
-    if not os.path.isfile(path) or not os.path.getsize(path):
+    file = path
+    if isinstance(path, bytes):
+        file, path = io.BytesIO(path), f'{len(path)} bytes'
+    elif not os.path.isfile(path) or not os.path.getsize(path):
         raise ValueError(f"audio file {'is empty' if os.path.isfile(path) else 'not found'}: {path}")
     try:
-        with soundfile.SoundFile(path) as f:
+        with soundfile.SoundFile(file) as f:
             rate, frames, log = f.samplerate, f.frames, f.extra_info
             if frames > 2 ** 62:                                    # a flac from a pipe: libsndfile can't read it through
                 raise ValueError(f'audio of unknown length: {path}: write it again, to a file')
@@ -173,7 +186,7 @@ def read_audio(path, sample_rate, max_seconds=0.0):
             audio = f.read(dtype='float32', always_2d=True).mean(axis=1)
     except (soundfile.SoundFileError, OSError, TypeError) as e:     # TypeError: raw audio, which has no header
         raise ValueError(f'audio unreadable: {e}')
-    if len(audio) < frames or cut_short(path, log):
+    if len(audio) < frames or cut_short(path if file is path else file.getvalue(), log):
         raise ValueError(f'audio file truncated: {path}: {len(audio)} samples read, the header promises more')
     if not np.isfinite(audio).all():
         raise ValueError(f'audio not finite: {path}: {(~np.isfinite(audio)).sum()} NaN or infinite samples')
@@ -203,11 +216,36 @@ def end_with_parent():
 # ---- tables
 
 def kind_of(source):
-    """'csv', 'tsv', 'ljspeech' or 'jsonl': as given, else by the first line and the extension; '' where neither tells."""
-    with open(source['path'], 'rb') as f:
+    """The kind as given, else by the extension, the first line or what is in the folder; '' where none tells."""
+    path, ext = source['path'], os.path.splitext(source['path'])[1].lower()[1:]
+    if source.get('kind'):
+        return source['kind']
+    if os.path.isdir(path):
+        return 'hf' if {'state.json', 'dataset_dict.json'} & set(os.listdir(path)) else 'parquet' if files_below(path, ('.parquet',)) else 'folder'
+    with open(path, 'rb') as f:
         piped = b'|' in f.readline(65536)
-    ext = os.path.splitext(source['path'])[1].lower()[1:]
-    return source.get('kind') or ('ljspeech' if piped and ext != 'jsonl' else ext if ext in KINDS else '')
+    return ext if ext in ('jsonl', 'parquet') else 'ljspeech' if piped else ext if ext in ('csv', 'tsv') else ''
+
+def files_below(path, endings):
+    """Sorted paths of the files with one of the endings, in any depth."""
+    return sorted(os.path.join(folder, f) for folder, _, names in os.walk(path, followlinks=True) for f in names if f.lower().endswith(endings))
+
+def folder_rows(source):
+    """Like table_rows, of a folder of audio files, each with its text in a .txt of the same name. Line: the number in the sorted order."""
+    path, sounds = source['path'], {}
+    for f in files_below(path, (*AUDIO, '.txt')):
+        stem, ext = os.path.splitext(os.path.relpath(f, path))
+        sounds.setdefault(stem, []).append(ext)
+    for n, (stem, exts) in enumerate(sorted(sounds.items()), 1):
+        txt, audio = [e for e in exts if e.lower() == '.txt'], [e for e in exts if e.lower() != '.txt']
+        fields = {'audio': stem + (audio or ['.wav'])[0], 'text': '', 'speaker': stem.split(os.sep)[0] if os.sep in stem else None}
+        bad = '' if txt else 'no text file'
+        if txt and audio:
+            try:
+                fields['text'] = open(os.path.join(path, stem + txt[0]), encoding='utf-8-sig', newline='').read()
+            except UnicodeDecodeError as e:
+                bad = f'text file is not UTF-8: {e}'
+        yield n, bad if audio else 'audio file not found: beside its text', fields
 
 def table_rows(source):
     """Yields (line number, why the line is dropped or '', dict of the mapped columns) of each data line.
@@ -253,33 +291,134 @@ def table_rows(source):
             yield n, bad, {role: fields.get(c) for role, c in columns.items()}
             blank = []
 
-def source_rows(number, source):
-    """Yields a dict for each data line: source, line, audio; then path, text, hash, speaker (None: null row), or reason, detail."""
-    kind, seen = kind_of(source), {}
-    root = source.get('root') or os.path.join(os.path.dirname(source['path']), 'wavs' if kind == 'ljspeech' else '')
-    for line, bad, fields in itertools.islice(table_rows(source), source.get('max_rows')):
+def source_rows(number, source, rows=None):
+    """Yields a dict for each of table_rows' rows: source, line, audio; then path, text, hash, key, speaker (None: null row), or reason, detail."""
+    kind, path = kind_of(source), source['path']
+    root = source.get('root') or (path if os.path.isdir(path) else os.path.join(os.path.dirname(path), 'wavs' * (kind == 'ljspeech')))
+    rows = rows or (folder_rows if kind == 'folder' else table_rows)(source)
+    for line, bad, fields in itertools.islice(rows, source.get('max_rows')):
         audio, text, tag = ('' if fields.get(k) is None else fields[k] for k in ('audio', 'text', 'language'))
+        data = None
+        if isinstance(audio, dict):             # an Audio column: the file's bytes, its path, or both
+            data, audio = audio.get('bytes'), audio.get('path') or ''
         speaker = fields.get('speaker')
         speaker = '' if speaker is None or speaker != speaker else clean_text(str(speaker))         # NaN is not itself
-        first = line
         if not bad and not all(isinstance(x, str) for x in (audio, text, tag)):
             bad = f'field is not a string: audio {audio!r}, text {text!r}, language {tag!r}'[:200]
         elif not bad:
             audio, text, tag = audio.strip(), clean_text(text), tag.strip() or source.get('language_tag')
-            audio += '.wav' * (kind == 'ljspeech' and not audio.lower().endswith(('.wav', '.flac', '.ogg', '.mp3')))
-            first = seen.setdefault(hashlib.sha256(f'{audio}\0{text}'.encode('utf-8', 'surrogatepass')).digest()[:8], line)
+            audio += '.wav' * (kind == 'ljspeech' and not audio.lower().endswith(AUDIO))
             if not text:
                 bad = 'text empty'
-            elif first != line:
-                bad = f'duplicate row: of line {first}'
             elif re.search('[\ud800-\udfff]', text + audio + speaker):      # half a UTF-16 pair: "\ud83d" in a jsonl
                 bad = f'not Unicode: {ascii(text)[:200]}'
         row = {'source': number, 'line': line, 'audio': str(audio)}
         yield {**row, 'reason': bad.split(':')[0], 'detail': bad.partition(': ')[2]} if bad else {
-            **row, 'path': os.path.join(root, audio), 'text': f'{tag.lower()}: {text}' if tag else text, 'hash': share_of(text),
+            **row, 'path': data if data is not None else os.path.join(root, audio), 'text': f'{tag.lower()}: {text}' if tag else text,
+            'hash': share_of(text), 'key': key_of(number, text, data if data is not None else audio.encode()),
             'speaker': None if speaker in NO_SPEAKER else f"{source['name']}/{speaker}"}
 
+# ---- Arrow: parquet and Hugging Face datasets
+
+def open_arrow(source):
+    """(rows, read, files, tokenized) of a parquet file, a folder of them, a save_to_disk folder or a Hub dataset. read(start, stop) gives
+    those rows as an Arrow table with the roles as column names; start must not go back."""
+    path, given, kind = source['path'], source.get('columns') or {}, kind_of(source)
+    if kind == 'hf':
+        import datasets
+        split = source.get('split', 'train')
+        data = datasets.load_from_disk(path) if os.path.isdir(path) else datasets.load_dataset(path, source.get('subset'), split=split)
+        if isinstance(data, dict):
+            if split not in data:
+                sys.exit(f'{path}: no split {split!r}; it has {list(data)}')
+            data = data[split]
+        files, schemas, total = [f['filename'] for f in data.cache_files], [data.features.arrow_schema], len(data)
+    else:
+        import pyarrow as pa, pyarrow.parquet as pq
+        files, schemas, groups = files_below(path, ('.parquet',)) if os.path.isdir(path) else [path], [], []
+        for f in files:
+            try:
+                with pq.ParquetFile(f) as p:
+                    schemas.append(p.schema_arrow)
+                    groups += [(f, g, p.metadata.row_group(g).num_rows) for g in range(p.num_row_groups)]
+            except (pa.ArrowInvalid, OSError) as e:
+                sys.exit(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
+        total = sum(n for *_, n in groups)
+    prefix, has = given.get('layers', 'nano_layer_'), schemas[0].names
+    layers = sorted((n for n in has if re.fullmatch(re.escape(prefix) + '[0-9]+', n)), key=lambda n: int(n[len(prefix):]))
+    wanted = {f'layer{k}': f'{prefix}{k + 1}' for k in range(NANO['groups'])}
+    if layers and layers != list(wanted.values()) or 'layers' in given and not layers:
+        sys.exit(f"{files[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
+    roles = {**(wanted if layers else {'audio': 'audio'}), 'text': 'text', **{k: k for k in ('speaker', 'encoded_len')[:1 + bool(layers)] if k in has}}
+    roles.update((k, v) for k, v in given.items() if k != 'layers' and not (layers and k == 'audio'))
+    for f, schema in zip(files, schemas):
+        missing = [c for c in roles.values() if c not in schema.names]
+        if missing:
+            sys.exit(f"{f}: no column {', '.join(map(repr, missing))}; it has {schema.names}: say which is which in the source's columns")
+        for c in layers:
+            if not re.fullmatch(r'(large_|fixed_size_)?list<\w+: u?int(8|16|32|64)( not null)?>(\[\d+\])?', str(schema.field(c).type)):
+                sys.exit(f'{f}: column {c} is {schema.field(c).type}, wanted a list of ints')
+    names = list(dict.fromkeys(roles.values()))
+    pick = lambda table: table.select(list(roles.values())).rename_columns(list(roles))
+    if kind == 'hf':
+        data = data.with_format('arrow', columns=names)
+        return total, lambda start, stop: pick(data[start:stop]), files, bool(layers)
+
+    want, held = [0], []        # parquet is read forward, batch by batch: a row group may be larger than memory
+    def batches(at=0):
+        for f, g, n in groups:
+            if at + n <= want[0]:                       # another rank's
+                at += n
+                continue
+            with pq.ParquetFile(f, buffer_size=1 << 20) as p:
+                for batch in p.iter_batches(1024, [g], names):
+                    yield at, batch
+                    at += len(batch)
+    stream = batches()
+    def read(start, stop):
+        want[0], parts, end = start, [], -1
+        while end < stop:
+            at, batch = held.pop() if held else next(stream)
+            end = at + len(batch)
+            if end > start:
+                parts.append(batch.slice(max(0, start - at), stop - max(at, start)))
+        held.extend([(at, batch)] * (end > stop))
+        return pick(pa.Table.from_batches(parts))
+    return total, read, files, bool(layers)
+
+def tokens_of(table, radix):
+    """Token columns of a batch -> (codes uint16 [frames, layers] of its good rows end to end, frames int64 [rows], {row: (reason, detail)})."""
+    import pyarrow.compute as pc
+    names, why = [n for n in table.column_names if re.fullmatch(r'layer\d+', n)], {}
+    length = np.stack([pc.fill_null(pc.list_value_length(table[n]), -1).to_numpy() for n in names], 1).astype(np.int64)    # [rows, layers]
+    said = pc.fill_null(table['encoded_len'], -1).to_numpy() if 'encoded_len' in table.column_names else length[:, 0]
+    for fault, reason, detail in (((length < 0).any(1), 'tokens missing', lambda i: f'layer {np.argmin(length[i]) + 1} is null'),
+                                  ((length != length[:, :1]).any(1), 'layers of different lengths', lambda i: str(length[i].tolist())),
+                                  (length[:, 0] != said, 'encoded_len disagrees', lambda i: f'{said[i]}, but {length[i, 0]} frames')):
+        for i in np.flatnonzero(fault):
+            why.setdefault(int(i), (reason, detail(i)))
+    good = np.array([i not in why for i in range(len(table))], dtype=bool)
+    table = table.filter(good)
+    # flat values straight from Arrow's buffers; a null in a list is no token either
+    codes = [pc.fill_null(pc.list_flatten(table[n]), np.iinfo(np.int8).min if 'uint' not in str(table[n].type) else 0).to_numpy() for n in names]
+    nulls = [pc.is_null(pc.list_flatten(table[n])).to_numpy() if pc.list_flatten(table[n]).null_count else False for n in names]
+    frames = np.where(good, length[:, 0], 0)
+    row = np.repeat(np.arange(len(good)), frames)       # of each frame
+    wrong = np.stack([(c < 0) | (c >= radix) | n for c, n in zip(codes, nulls)], 1)
+    for at in np.flatnonzero(wrong.any(1)):
+        k, first = int(np.argmax(wrong[at])), int(np.searchsorted(row, row[at]))
+        value = None if np.any(nulls[k]) and nulls[k][at] else codes[k][at]
+        why.setdefault(int(row[at]), ('token out of range', f'layer {k + 1}, frame {at - first}: {value}, the codec has 0..{radix - 1}'))
+    ok = np.array([i not in why for i in range(len(good))], dtype=bool)
+    return np.stack([c.astype('<u2') for c in codes], 1)[ok[row]], np.where(ok, frames, 0), why
+
 # ---- small tools
+
+def key_of(source, text, data):
+    """64 bits that are the same for the same text and audio (name, bytes or tokens) of a source: duplicates are found by them."""
+    h = hashlib.sha256(f'{source}\0{text}\0'.encode('utf-8', 'surrogatepass'))
+    h.update(data)
+    return int.from_bytes(h.digest()[:8], 'little')
 
 def share_of(text):
     """A number in 0..1 that is the same for the same text on every run and machine."""
@@ -289,6 +428,18 @@ def sha256_of(path):
     with open(path, 'rb') as f:
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
+def hash_of(files):
+    """Of a source: a table whole; of many or large files the names, the sizes and the last 64 KB, where parquet keeps its footer."""
+    if len(files) == 1 and not files[0].endswith(('.parquet', '.arrow')):
+        return sha256_of(files[0])
+    h = hashlib.sha256()
+    for path in files:
+        with open(path, 'rb') as f:
+            size = f.seek(0, 2)
+            f.seek(max(0, size - 65536))
+            h.update(f'{os.path.basename(path)}\0{size}\0'.encode('utf-8', 'surrogateescape') + f.read())
+    return h.hexdigest()
+
 def save(path, write):
     """write(file) into a temporary name, down to the disk, then renamed: path is whole or not there."""
     with open(path + '.tmp', 'wb') as f:
@@ -296,6 +447,11 @@ def save(path, write):
         f.flush()
         os.fsync(f.fileno())
     os.replace(path + '.tmp', path)
+
+def lay_out(rows):
+    """Fills in where each row of a ROW array lies: end to end, in 64 bits."""
+    for what in ('text', 'frame'):
+        rows[what + '_start'] = np.cumsum(rows[what + '_len']) - rows[what + '_len']
 
 def differing(old, new, at=''):
     """The settings that differ: ['max_seconds: 40.0 there, 30.0 now', ..]."""
@@ -325,6 +481,17 @@ if __name__ == '__main__':
     config = configure(globals())
     stop = lambda message: sys.exit('prepare.py: ' + message)
 
+    # ranks share nothing but a counter of the units taken and the disk. Rank 0 checks everything, then the others begin
+    rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+    if world > 1:
+        from torch.distributed import rendezvous
+        store = next(rendezvous('env://'))[0]
+        store.set_timeout(timedelta(days=30))
+        if rank:
+            checked = json.loads(store.get('checked'))      # waits
+            if not checked:
+                sys.exit()                                  # there is nothing to do
+
     # validate: every fault is named before torch is imported
     for low, high, keys in ((0, 1, 'silence_peak max_reject_share val_share'), (0, math.inf, 'max_seconds val_speakers num_workers batch_seconds'),
                             (1, math.inf, 'min_frames min_clips_per_speaker unit_rows')):
@@ -337,19 +504,22 @@ if __name__ == '__main__':
         stop(f'sources: at least one dict (see config/tiny_prepare.py), got {sources!r}')
     for i, s in enumerate(sources):
         name, columns, most = str(s.get('name', '')), s.get('columns') or {'audio': 'audio', 'text': 'text'}, s.get('max_rows')
-        unknown = set(s) - {'name', 'path', 'kind', 'columns', 'root', 'quotes', 'language_tag', 'max_rows'}
+        unknown = set(s) - {'name', 'path', 'kind', 'columns', 'root', 'quotes', 'language_tag', 'max_rows', 'split', 'subset'}
+        path, roles = str(s.get('path', '')), {'audio', 'text', 'speaker', 'language'}
+        kind = kind_of(s) if os.path.exists(path) or s.get('kind') == 'hf' else 'none'
+        need = set() if kind in ('parquet', 'hf') else {'audio', 'text'}
         for fault, complaint in ((unknown, f"unknown {', '.join(sorted(map(repr, unknown)))}"),
                                  (not name.strip() or '/' in name or name in [x.get('name') for x in sources[:i]],
                                   f"name {name!r}: one of its own, without '/'"),
-                                 (not os.path.isfile(s.get('path', '')), f"path {s.get('path')!r}: no such table"),
+                                 (kind == 'none', f"path {s.get('path')!r}: no such table or folder (a Hub name takes 'kind': 'hf')"),
+                                 (kind not in KINDS, f"kind {s.get('kind')!r} of {path}: one of {', '.join(KINDS)}"),
+                                 (kind in KINDS and os.path.isdir(path) != (kind == 'folder') and kind not in ('parquet', 'hf'), f'path {path!r}: kind {kind!r} and a folder do not go together'),
                                  (most is not None and (not isinstance(most, int) or most < 1), f'max_rows {most!r}: 1 or more'),
-                                 (not {'audio', 'text'} <= set(columns) <= {'audio', 'text', 'speaker', 'language'}
-                                  or {type(c) for c in columns.values()} not in ({str}, {int}),
+                                 (not need <= set(columns) <= roles | ({'layers', 'encoded_len'} if not need else set())
+                                  or {type(c) for c in columns.values()} not in ({str}, {int} if need else {str}) or kind == 'folder' and 'columns' in s,
                                   f'columns {columns}: audio, text, speaker? and language?, by name, or all by number in a table without header')):
             if fault:
                 stop(f'sources[{i}]: {complaint}')
-        if kind_of(s) not in KINDS:
-            stop(f"sources[{i}]: kind {s.get('kind')!r} of {s['path']}: one of {', '.join(KINDS)}")
     try:
         tok, path = load_tokenizer(tokenizer)
     except Exception as e:
@@ -359,49 +529,71 @@ if __name__ == '__main__':
         if not os.path.exists(beside):
             stop(f'special_tokens is {{}}, and there is no {beside}')
         special = {k: v for k, v in json.load(open(beside)).items() if k != 'tokeniser_length'}
+    specials = set(special.values())
     wanted = {'start_of_speech', 'end_of_speech', 'start_of_text', 'end_of_text', 'tts_pad'}
-    if set(special) != wanted or len(set(special.values())) < 5 or not all(0 <= v < length for v in special.values()):
+    if set(special) != wanted or len(specials) < 5 or not all(0 <= v < length for v in special.values()):
         stop(f"special_tokens: {', '.join(sorted(wanted))} take five different ids below {length}, the length of {tokenizer}; got {special}")
 
     # the settings that the bytes depend on: those of an earlier run in the same place must be the same
+    opened = [open_arrow(s) if kind_of(s) in ('parquet', 'hf') else None for s in sources]
+    files = [o[2] if o else files_below(s['path'], (*AUDIO, '.txt')) if kind_of(s) == 'folder' else [s['path']] for s, o in zip(sources, opened)]
     settings = json.loads(json.dumps({k: v for k, v in config.items() if k not in FREE}))       # tuples become lists, as in the file
     settings.update(special_tokens=special, version=VERSION, tokenizer_hash=sha256_of(path),
-                    codec_hash=sha256_of(codec) if os.path.isfile(codec) else '', table_hashes={s['name']: sha256_of(s['path']) for s in sources})
+                    codec_hash=sha256_of(codec) if os.path.isfile(codec) else '')
     out_dir = out_dir.rstrip('/')
     building = out_dir + '.building'
-    finished, begun = (os.path.join(folder, 'meta.json' if folder == out_dir else 'settings.json') for folder in (out_dir, building))
-    if os.path.isdir(out_dir) and os.listdir(out_dir) and not os.path.exists(finished):
-        stop(f'{out_dir} holds files that are not a corpus: choose another --out_dir')
-    for file in (finished, begun):
-        old = json.load(open(file)) if os.path.exists(file) else {}
-        changed = old and differing(old.get('settings', old), settings)
-        if changed and not overwrite:
-            stop(f"{os.path.dirname(file)} was made with other settings ({'; '.join(changed)}): choose another --out_dir, or --overwrite")
-        if changed and file == begun:
-            shutil.rmtree(building)
-    if os.path.exists(finished) and not overwrite:
-        print(f'{out_dir} is complete and was made with these settings: nothing to do')
-        print_table(Corpus(out_dir).meta)
-        shutil.rmtree(building, ignore_errors=True)
-        sys.exit()
-    os.makedirs(building, exist_ok=True)
-    save(begun, lambda f: f.write(json.dumps(settings).encode()))
+    if not rank:
+        settings['table_hashes'] = {s['name']: hash_of(f) for s, f in zip(sources, files)}
+        finished, begun = (os.path.join(folder, 'meta.json' if folder == out_dir else 'settings.json') for folder in (out_dir, building))
+        if os.path.isfile(out_dir) or os.path.isdir(out_dir) and os.listdir(out_dir) and not os.path.exists(finished):
+            stop(f'{out_dir} is or holds files that are not a corpus: choose another --out_dir')
+        for file in (finished, begun):
+            old = json.load(open(file)) if os.path.exists(file) else {}
+            changed = old and differing(old.get('settings', old), settings)
+            if changed and not overwrite:
+                stop(f"{os.path.dirname(file)} was made with other settings ({'; '.join(changed)}): choose another --out_dir, or --overwrite")
+            if changed and file == begun:
+                shutil.rmtree(building)
+        if os.path.exists(finished) and not overwrite:
+            print(f'{out_dir} is complete and was made with these settings: nothing to do')
+            print_table(Corpus(out_dir).meta)
+            shutil.rmtree(building, ignore_errors=True)
+            if world > 1:
+                store.set('checked', '[]')
+                time.sleep(1)                           # the others fetch it from here
+            sys.exit()
+        os.makedirs(building, exist_ok=True)
+        save(begun, lambda f: f.write(json.dumps(settings).encode()))
 
-    # one pass over the tables: what is wrong with them is said now, not after a day of encoding
-    total = sum(1 for s in sources for _ in itertools.islice(table_rows(s), s.get('max_rows')))
-    if not total:
-        stop(f"no rows in {', '.join(s['path'] for s in sources)}")
-    units = [os.path.join(building, f'unit-{unit_rows}-{k:06d}.npz') for k in range(-(-total // unit_rows))]
-    todo = {unit for unit in units if not os.path.exists(unit)}
-    print(f'{total:,} rows in {len(sources)} sources = {len(units):,} units of {unit_rows} rows, {len(units) - len(todo):,} of them done before')
+        # one pass over the tables: what is wrong with them is said now, not after a day of encoding
+        checked = [min(o[0], s.get('max_rows') or o[0]) if o else sum(1 for _ in itertools.islice((folder_rows if kind_of(s) == 'folder' else table_rows)(s), s.get('max_rows')))
+                   for s, o in zip(sources, opened)]
+        if not sum(checked):
+            stop(f"no rows in {', '.join(s['path'] for s in sources)}")
+        if world > 1:
+            store.set('checked', json.dumps(checked))
+    total, units = sum(checked), []                     # a unit: source, rows start..stop of it, file
+    for i, n in enumerate(checked):
+        step = unit_rows * (16 if opened[i] and opened[i][3] else 1)
+        for start in range(0, n, step):
+            units.append((i, start, min(start + step, n), os.path.join(building, f'unit-{unit_rows}-{len(units):06d}.npz')))
+    missing = sum(not os.path.exists(unit[3]) for unit in units)
+    if not rank:
+        print(f'{total:,} rows in {len(sources)} sources = {len(units):,} units of {unit_rows} rows, {len(units) - missing:,} of them done before')
 
-    from codec import NanoCodec
-    if device == 'auto':
-        import torch
-        device = 'cuda' if torch.cuda.is_available() else 'cpu'
-    nano = NanoCodec(codec, device)
-    rate, hop, groups, radix = nano.sample_rate, nano.hop, nano.groups, math.prod(nano.levels)
-    print(f'codec {codec} on {device}: {rate} Hz, hop {hop}, {rate / hop:.3f} frames/s, {groups} groups of {radix}')
+    nano, spec = None, NANO
+    if not all(o and o[3] for o in opened):             # tokens need no codec
+        from codec import NanoCodec
+        if device == 'auto':
+            import torch
+            device = f'cuda:{local_rank}' if torch.cuda.is_available() else 'cpu'
+        nano = NanoCodec(codec, device)
+        spec = {'sample_rate': nano.sample_rate, 'hop': nano.hop, 'levels': list(nano.levels), 'groups': nano.groups}
+        if spec != NANO and any(o and o[3] for o in opened):
+            stop(f'codec {codec} is {spec}, tokenized sources hold {NANO}')
+    rate, hop, groups, radix = spec['sample_rate'], spec['hop'], spec['groups'], math.prod(spec['levels'])
+    if not rank:
+        print(f"codec {codec} {f'on {device}' if nano else 'is not run'}: {rate} Hz, hop {hop}, {rate / hop:.3f} frames/s, {groups} groups of {radix}")
 
     # encode, unit by unit, while the pool reads the audio of the next one. No workers: a thread of this process does
     from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
@@ -410,109 +602,151 @@ if __name__ == '__main__':
     if num_workers:                                 # spawn: fork is not safe once torch has threads
         pool = ProcessPoolExecutor(num_workers, get_context('spawn'), end_with_parent)
     read = lambda row: pool.submit(load_clip, row['path'], rate, max_seconds, min_frames * hop, silence_peak)
-    stream, ahead = (row for i, s in enumerate(sources) for row in source_rows(i, s)), deque()
-    begin = said = time.time()
-    seconds = dropped = done = 0
-    for unit in units + ['']:                       # '' encodes what is still ahead
-        rows = list(itertools.islice(stream, unit_rows))
-        if unit in todo:
-            ahead.append((unit, rows, [None if 'reason' in r else read(r) for r in rows]))
+    # a rank that is done takes the next unit: none waits longer than a unit takes, whatever the clips' lengths
+    taken = itertools.count() if world == 1 else (store.add('taken', 1) - 1 for _ in itertools.count())
+    todo = (unit for unit in map(units.__getitem__, itertools.takewhile(lambda k: k < len(units), taken)) if not os.path.exists(unit[3]))
+    streams, at = [source_rows(i, s) for i, s in enumerate(sources)], [0] * len(sources)
+    ahead, begin, said, seconds, dropped, done = deque(), time.time(), time.time(), 0, 0, 0
+    for unit in itertools.chain(todo, [None]):      # None encodes what is still ahead
+        if unit:
+            i, start, end, _ = unit
+            table = opened[i] and opened[i][1](start, end)
+            if table:
+                plain = table.select([c for c in table.column_names if not re.fullmatch(r'layer\d+|encoded_len', c)])
+                rows = list(source_rows(i, sources[i], ((start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1))))
+            else:
+                rows, at[i] = list(itertools.islice(streams[i], start - at[i], end - at[i])), end
+            tokenized = opened[i] and opened[i][3]
+            ahead.append((unit, rows, table if tokenized else None, [None if tokenized or 'reason' in r else read(r) for r in rows]))
         if not ahead or unit and len(ahead) < 2:
             continue
-        unit, rows, jobs = ahead.popleft()
-        clips = [job.result() if job else (r['reason'], r['detail']) for r, job in zip(rows, jobs)]        # arrays, or why not
-        text = {}
-        for i, r in enumerate(rows):
-            if isinstance(clips[i], np.ndarray):
-                text[i] = np.array(encode_text(tok, r['text']), dtype='<u4')
-                if not len(text[i]) or np.isin(text[i], list(special.values())).any():
-                    clips[i] = ('text holds a special token' if len(text[i]) else 'text gives no tokens', r['text'][:200])
-        good = [i for i, clip in enumerate(clips) if isinstance(clip, np.ndarray)]
-        rejects = [{'source': r['source'], 'line': r['line'], 'audio': r['audio'], 'reason': clip[0], 'detail': clip[1]}
-                   for r, clip in zip(rows, clips) if not isinstance(clip, np.ndarray)]
+        (source, *_, file), rows, table, jobs = ahead.popleft()
+        why = {i: (r['reason'], r['detail']) for i, r in enumerate(rows) if 'reason' in r}
+        if table:
+            flat, frames, faults = tokens_of(table, radix)
+            ends, faults = np.cumsum(frames), {i: x for i, x in faults.items() if i not in why}
+            why.update(faults)
+            for i, r in enumerate(rows):
+                if i not in why:
+                    r['key'] = key_of(source, r['text'], flat[ends[i] - frames[i]:ends[i]])
+                    if frames[i] < min_frames:
+                        why[i] = 'audio too short', f'{frames[i]} frames, at least {min_frames}'
+                    elif max_seconds and frames[i] * hop > max_seconds * rate + hop:        # the last frame is filled up
+                        why[i] = 'audio too long', f'{frames[i] * hop / rate:.1f} s'
+        clips = {}
+        for i, job in enumerate(jobs):
+            if job:
+                clip = job.result()                     # an array, or why not
+                (clips if isinstance(clip, np.ndarray) else why)[i] = clip
+        good = [i for i in range(len(rows)) if i not in why]
+        text = dict(zip(good, (np.array(x, dtype='<u4') for x in encode_texts(tok, [rows[i]['text'] for i in good]))))
+        for i in good:
+            if not len(text[i]) or not specials.isdisjoint(text[i].tolist()):
+                why[i] = ('text holds a special token' if len(text[i]) else 'text gives no tokens', rows[i]['text'][:200])
+        good = [i for i in good if i not in why]
         codes, batch = {}, []
-        for i in sorted(good, key=lambda i: -len(clips[i])) + [None]:       # longest first: what does not fit fails at once
+        if table:
+            codes = {i: flat[ends[i] - frames[i]:ends[i]] for i in good}
+        for i in sorted(clips.keys() & set(good), key=lambda i: (-len(clips[i]), i)) + [None]:      # longest first: what does not fit fails at once
             if batch and (i is None or len(clips[batch[0]]) * (len(batch) + 1) > batch_seconds * rate):
                 codes.update(zip(batch, nano.encode([clips[j] for j in batch])))
                 batch = []
             batch.append(i)
-        for i in good:
+        for i in clips.keys() & set(good):
             if codes[i].shape != (-(-len(clips[i]) // hop), groups) or codes[i].max() >= radix:
                 raise RuntimeError(f"{rows[i]['path']}: the codec gave codes {codes[i].shape} up to {codes[i].max()} for {len(clips[i])} samples")
-        draft = np.array([(len(text[i]), len(codes[i]), rows[i]['line'], rows[i]['source'], rows[i]['hash']) for i in good], dtype=DRAFT)
-        words = json.dumps({'names': [rows[i]['speaker'] for i in good], 'rejects': rejects}).encode()
-        save(unit, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8),
+        names = sorted({rows[i]['speaker'] for i in good} - {None})
+        who = {None: -1, **{n: k for k, n in enumerate(names)}}
+        draft = np.array([(len(text[i]), len(codes[i]), r['line'], source, who[r['speaker']], r['hash'], r['key']) for i in good for r in (rows[i],)], dtype=DRAFT)
+        rejects = [{**{k: rows[i][k] for k in ('line', 'audio')}, 'reason': reason, 'detail': detail} for i, (reason, detail) in sorted(why.items())]
+        words = json.dumps({'names': names, 'rejects': rejects}).encode()
+        save(file, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8),
                                       text=np.concatenate([np.zeros(0, '<u4')] + [text[i] for i in good]),
                                       codes=np.concatenate([np.zeros((0, groups), '<u2')] + [codes[i].astype('<u2') for i in good])))
         seconds, dropped = seconds + draft['frame_len'].sum() * hop / rate, dropped + len(rejects)
         done, spent = done + 1, time.time() - begin
-        if time.time() - said > 5 or done == len(todo):
-            said = time.time()
-            print(f'{done:,}/{len(todo):,} units, {seconds / 3600:.2f} hours, {dropped:,} dropped, {seconds / spent:.0f}x real time, '
-                  f'{timedelta(seconds=int(spent / done * (len(todo) - done)))} left', flush=True)
+        if not rank and (time.time() - said > 5 or done == missing):
+            said, share = time.time(), min(missing, done * world)                           # the other ranks are about as far
+            print(f'{share:,}/{missing:,} units, {seconds * world / 3600:.2f} hours, {dropped * world:,} dropped, {seconds * world / spent:.0f}x real time, '
+                  f'{timedelta(seconds=int(spent / share * (missing - share)))} left', flush=True)
     pool.shutdown()
+    if world > 1:
+        if rank:
+            store.add('done', 1)
+            sys.exit()
+        while store.add('done', 0) < world - 1:         # a rank that dies takes torchrun and this one with it
+            time.sleep(0.05)
 
-    # join: speakers and splits need all rows, so they are decided here, from the units alone
-    draft, names, rejects = [], [], []
-    for unit in units:
-        with np.load(unit) as u:
-            draft.append(u['draft'])
-            words = json.loads(u['words'].tobytes())
-        names, rejects = names + words['names'], rejects + words['rejects']
-    draft, names, bad = np.concatenate(draft), np.array(names, dtype=object), len(rejects)
-    clips = Counter(n for n in names if n)
-    usable = sorted((n for n in clips if clips[n] >= min_clips_per_speaker), key=share_of)
+    # join: duplicates, speakers and splits need all rows, so they are decided here, from the units alone
+    draft, number, bad = [], {}, 0                      # number: name -> int, -1 is none
+    for *_, file in units:
+        with np.load(file) as u:
+            rows, words = u['draft'], json.loads(u['words'].tobytes())
+        rows['who'] = np.array([number.setdefault(n, len(number)) for n in words['names']] + [-1])[rows['who']]
+        draft.append(rows)
+        bad += len(words['rejects'])
+    sizes, draft, names = [len(d) for d in draft], np.concatenate(draft), list(number)
+    _, first, same = np.unique(draft['key'], return_index=True, return_inverse=True)
+    first = first[same]                                 # of each row: the first one with its text and audio
+    unique, who = first == np.arange(len(draft)), draft['who']
+    bad += int((~unique).sum())
+    clips = np.bincount(who[unique & (who >= 0)], minlength=len(names))
+    usable = sorted((n for n, c in zip(names, clips) if c >= min_clips_per_speaker), key=share_of)
     if val_speakers and val_speakers >= len(usable):
         stop(f'val_speakers: {val_speakers}, but only {len(usable)} speakers have {min_clips_per_speaker} clips or more')
-    held = set(usable[:val_speakers])
-    split = np.where([n in held for n in names], 2, np.where(draft['hash'] < val_share, 1, 0))
-    trained = Counter(names[split == 0])
-    low = {n for n in clips if n not in held and trained[n] < min_clips_per_speaker}        # counted after filters, without held-out texts
-    is_low = np.array([n in low for n in names], dtype=bool)
-    keep = ~is_low if singleton_policy == 'remove' else np.ones(len(names), dtype=bool)
-    rejects += [{'source': int(r['source']), 'line': int(r['line']), 'audio': '', 'reason': 'speaker with too few clips', 'detail': n}
-                for r, n in zip(draft[~keep], names[~keep])]
-    rejects.sort(key=lambda r: (r['source'], r['line']))
-    speakers = sorted(set(clips) - low)
-    number = {n: i for i, n in enumerate(speakers)}
+    of = lambda flags: np.append(flags, False)[who]     # a flag of each speaker -> of each row; none has none
+    held = np.isin(np.arange(len(names)), [number[n] for n in usable[:val_speakers]])
+    split = np.where(of(held), 2, np.where(draft['hash'] < val_share, 1, 0))
+    trained = np.bincount(who[unique & (who >= 0) & (split == 0)], minlength=len(names))
+    low = (clips > 0) & ~held & (trained < min_clips_per_speaker)       # counted after filters, without held-out texts
+    keep = unique & ~of(low) if singleton_policy == 'remove' else unique
+    low_rows = int((of(low) & unique).sum())
+    speakers = sorted(n for n, k in number.items() if clips[k] and not low[k])
+    place = {n: i for i, n in enumerate(speakers)}
     index = np.zeros(keep.sum(), dtype=ROW)
     for field in ('text_len', 'frame_len', 'line', 'source'):
         index[field] = draft[field][keep]
-    for what in ('text', 'frame'):
-        index[what + '_start'] = np.cumsum(index[what + '_len']) - index[what + '_len']
-    index['split'], index['speaker'] = split[keep], [number.get(n, -1) for n in names[keep]]
-    nulls, per_source = int((index['speaker'] < 0).sum()), range(len(sources))
-    why = [Counter(r['reason'] for r in rejects if r['source'] == i) for i in per_source]
+    lay_out(index)
+    index['split'], index['speaker'] = split[keep], np.array([place.get(n, -1) for n in names] + [-1])[who[keep]]
+    nulls, per_source, why = int((index['speaker'] < 0).sum()), range(len(sources)), [Counter() for _ in sources]
+    new, replaced = os.path.join(building, 'corpus'), os.path.join(building, 'replaced')
+    shutil.rmtree(new, ignore_errors=True)
+    os.makedirs(new)
+    def write_rejects(f, at=0):
+        for (i, *_, file), size in zip(units, sizes):
+            with np.load(file) as u:
+                rejects = json.loads(u['words'].tobytes())['rejects']
+            for k in at + np.flatnonzero(~keep[at:at + size]):
+                reason, detail = ('speaker with too few clips', names[who[k]]) if unique[k] else ('duplicate row', f"of line {draft['line'][first[k]]}")
+                rejects.append({'line': int(draft['line'][k]), 'audio': '', 'reason': reason, 'detail': detail})
+            at += size
+            why[i].update(r['reason'] for r in rejects)
+            for r in sorted(rejects, key=lambda r: r['line']):
+                f.write((json.dumps({**r, 'file': sources[i]['path']}, ensure_ascii=False, sort_keys=True) + '\n').encode('utf-8', 'backslashreplace'))
+    save(os.path.join(new, 'rejects.jsonl'), write_rejects)
     meta = {
         'magic': MAGIC, 'version': VERSION,
         'rows': len(index), 'frames': int(index['frame_len'].sum()), 'tokens': int(index['text_len'].sum()),
-        'codec': {'id': codec, 'sample_rate': rate, 'hop': hop, 'levels': list(nano.levels), 'groups': groups},
+        'codec': {'id': codec, **spec},
         'tokenizer': {'id': tokenizer, 'hash': settings['tokenizer_hash'], 'length': length},
         'special_tokens': special, 'sources': settings['sources'], 'settings': settings,
         'counts': {'kept': {sources[i]['name']: int((index['source'] == i).sum()) for i in per_source},
                    'dropped': {sources[i]['name']: dict(sorted(why[i].items())) for i in per_source},
                    'split': {name: int((index['split'] == i).sum()) for i, name in enumerate(SPLITS)}},
         'speaker_stats': {'usable_speakers': len(speakers), 'usable_rows': len(index) - nulls,
-                          'low_count_speakers': len(low), 'low_count_rows': int(is_low.sum()),
+                          'low_count_speakers': int(low.sum()), 'low_count_rows': low_rows,
                           'null_rows': nulls, 'null_share': nulls / max(1, len(index)),
-                          'speakers_by_clips': {str(c): n for c, n in sorted(Counter(clips.values()).items())}},
+                          'speakers_by_clips': {str(c): n for c, n in sorted(Counter(clips[clips > 0].tolist()).items())}},
         'speakers': speakers}
-    new, replaced = os.path.join(building, 'corpus'), os.path.join(building, 'replaced')
-    shutil.rmtree(new, ignore_errors=True)
-    os.makedirs(new)
-    for r in rejects:
-        r['file'] = sources[r.pop('source')]['path']
-    lines = ''.join(json.dumps(r, ensure_ascii=False, sort_keys=True) + '\n' for r in rejects)
-    save(os.path.join(new, 'rejects.jsonl'), lambda f: f.write(lines.encode('utf-8', 'backslashreplace')))
     if not len(index) or bad > max_reject_share * total:
         print_table(meta)
         stop(f'{bad:,} of {total:,} rows are bad ({bad / total:.1%}), max_reject_share is {max_reject_share:.1%}: see {new}/rejects.jsonl')
     for what, item in (('codes', 'frame_len'), ('text', 'text_len')):
         def write(f, at=0):
-            for unit in units:
-                with np.load(unit) as u:
-                    f.write(u[what][np.repeat(keep[at:at + len(u['draft'])], u['draft'][item])].tobytes())
-                    at += len(u['draft'])
+            for (*_, file), size in zip(units, sizes):
+                with np.load(file) as u:
+                    f.write(u[what][np.repeat(keep[at:at + size], u['draft'][item])].tobytes())
+                at += size
         save(os.path.join(new, what + '.bin'), write)
     save(os.path.join(new, 'index.bin'), lambda f: f.write(index.tobytes()))
     save(os.path.join(new, 'meta.json'), lambda f: f.write(json.dumps(meta, indent=1, ensure_ascii=False).encode()))

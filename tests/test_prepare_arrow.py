@@ -1,0 +1,156 @@
+"""pytest tests/test_prepare_arrow.py          parquet and Hugging Face sources, tokenized and audio; seconds on CPU"""
+import io, json, os, resource, shutil, subprocess, sys
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import soundfile
+
+from prepare import Corpus, clean_text
+from test_prepare import ROOT, TOKENIZER, fake, files, prepare, rejects, speech, tone, write      # noqa: F401
+
+LAYERS = [f'nano_layer_{k}' for k in range(1, 9)]
+
+def tokens(n, seed=0, frames=(5, 40)):
+    """A table in the published form, and the codes of each row."""
+    rng = np.random.default_rng(seed)
+    codes = [rng.integers(0, 2016, (rng.integers(*frames), 8)) for _ in range(n)]
+    columns = {f'nano_layer_{k + 1}': [c[:, k].tolist() for c in codes] for k in range(8)}
+    return {**columns, 'encoded_len': [len(c) for c in codes], 'text': [f'text, number {i}' for i in range(n)], 'speaker': [f's{i % 3}' for i in range(n)]}, codes
+
+def said(c, i):
+    return bytes(c.text(i).astype(np.uint8)).decode()
+
+def test_tokenized_sources_of_every_form_give_the_same_corpus(tmp_path, fake):
+    """Parquet (many row groups, a folder), save_to_disk, lists of other types, renamed columns. No codec is made."""
+    datasets = pytest.importorskip('datasets')
+    columns, codes = tokens(60)
+    table = pa.table(columns)
+    os.makedirs(tmp_path / 'folder/deep')
+    pq.write_table(table, tmp_path / 'one.parquet')
+    pq.write_table(table, tmp_path / 'groups.parquet', row_group_size=7)
+    pq.write_table(table.slice(0, 25), tmp_path / 'folder/a.parquet', row_group_size=10)
+    pq.write_table(table.slice(25), tmp_path / 'folder/deep/b.parquet')
+    narrow = table
+    for k, name in enumerate(LAYERS):
+        kind = (pa.list_(pa.int16()), pa.large_list(pa.int64()), pa.list_(pa.uint16()), pa.list_(pa.int32()))[k % 4]
+        narrow = narrow.set_column(narrow.column_names.index(name), name, narrow[name].cast(kind))
+    pq.write_table(narrow, tmp_path / 'types.parquet')
+    pq.write_table(table.rename_columns([n.replace('nano_layer_', 'c').replace('text', 'sentence') for n in table.column_names]), tmp_path / 'renamed.parquet')
+    data = datasets.Dataset(table)
+    data.save_to_disk(str(tmp_path / 'disk'))
+    datasets.DatasetDict(train=data.select([0]), dev=data).save_to_disk(str(tmp_path / 'dict'))
+    first = None
+    for path, more in (('one.parquet', {}), ('groups.parquet', {}), ('folder', {}), ('types.parquet', {}), ('renamed.parquet', {'columns': {'layers': 'c', 'text': 'sentence'}}),
+                       ('disk', {}), ('dict', {'split': 'dev'})):
+        for flags in ((), ('--unit_rows=1',)):
+            c = prepare(tmp_path / f'out_{path}_{len(flags)}', ({'name': 'a', 'path': str(tmp_path / path), **more},), '--val_share=0.2', *flags)
+            assert not isinstance(c, str), c
+            got = {k: v for k, v in files(c.path).items() if k.endswith('.bin')}
+            first = first or got
+            assert got == first, path
+    assert len(c) == 60 and c.speakers == ['a/s0', 'a/s1', 'a/s2'] and c.rows['line'].tolist() == list(range(1, 61))
+    assert all(np.array_equal(c.codes(i), codes[i]) and said(c, i) == f'text, number {i}' for i in range(60))
+    assert sys.modules['codec'].NanoCodec.calls == 0
+    monkey = lambda name, subset, split: (name, subset, split) == ('someone/speech', 'es', 'train') and data
+    datasets.load_dataset, real = monkey, datasets.load_dataset     # a Hub name: the same call, without the Hub
+    try:
+        c = prepare(tmp_path / 'hub', ({'name': 'a', 'path': 'someone/speech', 'kind': 'hf', 'subset': 'es', 'max_rows': 10},))
+    finally:
+        datasets.load_dataset = real
+    assert len(c) == 10 and np.array_equal(c.codes(9), codes[9])
+
+def test_wrong_tokens_are_named_and_counted(tmp_path, fake):
+    columns, codes = tokens(14)
+    bad = {1: 'tokens missing', 2: 'layers of different lengths', 3: 'encoded_len disagrees', 4: 'token out of range', 5: 'token out of range', 6: 'token out of range',
+           7: 'text empty', 8: 'audio too short', 9: 'audio too long', 10: 'encoded_len disagrees', 12: 'duplicate row'}
+    columns['nano_layer_3'][1] = None
+    columns['nano_layer_4'][2] = columns['nano_layer_4'][2][:-1]
+    columns['encoded_len'][3] += 1
+    columns['nano_layer_8'][4][2] = 2016
+    columns['nano_layer_1'][5][0] = -1
+    columns['nano_layer_2'][6][3] = None
+    columns['text'][7] = None
+    for name in LAYERS:
+        columns[name][8], columns[name][9], columns[name][12] = [], [7] * 900, columns[name][11]
+    columns['encoded_len'][8], columns['encoded_len'][9], columns['encoded_len'][10], columns['encoded_len'][12] = 0, 900, None, columns['encoded_len'][11]
+    columns['text'][12] = columns['text'][11]
+    pq.write_table(pa.table(columns), tmp_path / 'a.parquet')
+    for flags in ((), ('--unit_rows=1',)):
+        c = prepare(tmp_path / f'out{len(flags)}', ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},), '--max_reject_share=1', *flags)
+        assert {r['line'] - 1: r['reason'] for r in rejects(c.path)} == bad and (c.rows['line'] - 1).tolist() == [0, 11, 13]
+        assert all(np.array_equal(c.codes(i), codes[r]) for i, r in enumerate((0, 11, 13)))
+    detail = {r['line'] - 1: r['detail'] for r in rejects(c.path)}
+    assert detail[1] == 'layer 3 is null' and detail[4] == 'layer 8, frame 2: 2016, the codec has 0..2015' and detail[5].startswith('layer 1, frame 0: -1')
+    assert detail[6].startswith('layer 2, frame 3: None') and detail[12] == 'of line 12'
+    assert c.meta['counts']['dropped']['a']['token out of range'] == 3
+
+@pytest.mark.parametrize('change, said', (
+    (lambda c: c.pop('nano_layer_8'), 'has 7 token columns'), (lambda c: c.update(nano_layer_9=c['nano_layer_1']), 'has 9 token columns'),
+    (lambda c: c.update(nano_layer_2=[[0.5]] * 5), "column nano_layer_2 is list<"), (lambda c: c.update(nano_layer_2=[1] * 5), 'wanted a list of ints'),
+    (lambda c: c.pop('text'), "no column 'text'"), (lambda c: [c.pop(k) for k in LAYERS], "no column 'audio'")))
+def test_another_codecs_columns_are_an_error(tmp_path, fake, change, said):
+    columns, _ = tokens(5)
+    change(columns)
+    pq.write_table(pa.table(columns), tmp_path / 'a.parquet')
+    got = prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},))
+    assert said in got and 'a.parquet: ' in got and not os.path.exists(tmp_path / 'out.building')
+    write(tmp_path / 'a.parquet', (tmp_path / 'a.parquet').read_bytes()[:-9])
+    assert 'not a whole parquet file' in prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},))
+
+def test_audio_columns_and_folders_give_the_same_corpus(tmp_path, fake):
+    """Parquet with paths, with an Audio column (bytes and path), a Hugging Face dataset with one, a folder of wav + txt: all as the csv."""
+    datasets = pytest.importorskip('datasets')
+    source = speech(tmp_path / 'in')
+    first = prepare(tmp_path / 'first', (source,), '--min_clips_per_speaker=1')
+    want = {k: v for k, v in files(first.path).items() if k in ('codes.bin', 'text.bin')}
+    columns = {'audio': [f'{i}.wav' for i in range(12)], 'text': [f'text, number {i}' for i in range(12)], 'speaker': [f's{i % 3}' for i in range(12)]}
+    pq.write_table(pa.table(columns), tmp_path / 'in/paths.parquet')
+    inside = [{'bytes': (tmp_path / f'in/{i}.wav').read_bytes(), 'path': 'audio.wav'} for i in range(12)]
+    pq.write_table(pa.table({**columns, 'audio': inside}), tmp_path / 'inside.parquet', row_group_size=5)
+    table = pa.table({**columns, 'audio': pa.array([{'bytes': None, 'path': str(tmp_path / f'in/{i}.wav')} if i % 2 else x for i, x in enumerate(inside)],
+                                                    pa.struct({'bytes': pa.binary(), 'path': pa.string()}))})
+    datasets.Dataset(table).cast_column('audio', datasets.Audio(decode=False)).save_to_disk(str(tmp_path / 'disk'))
+    os.mkdir(tmp_path / 'folder')
+    for i in range(12):
+        os.makedirs(tmp_path / f'folder/s{i % 3}', exist_ok=True)
+        shutil.copy(tmp_path / f'in/{i}.wav', tmp_path / f'folder/s{i % 3}')
+        write(tmp_path / f'folder/s{i % 3}/{i}.txt', f'text, number {i}\n')
+    for path in ('in/paths.parquet', 'inside.parquet', 'disk'):
+        c = prepare(tmp_path / ('out_' + path.replace('/', '_')), ({'name': 'a', 'path': str(tmp_path / path)},), '--min_clips_per_speaker=1', '--unit_rows=4')
+        assert not isinstance(c, str), c
+        assert {k: v for k, v in files(c.path).items() if k in want} == want and c.speakers == first.speakers, path
+    c = prepare(tmp_path / 'f', ({'name': 'a', 'path': str(tmp_path / 'folder')},), '--min_clips_per_speaker=1')
+    number = {said(c, i): i for i in range(12)}
+    assert c.speakers == first.speakers and all(np.array_equal(first.codes(i), c.codes(number[said(first, i)])) for i in range(12))
+    # what is wrong with the bytes is named as it is with files
+    sounds = io.BytesIO()
+    soundfile.write(sounds, tone(6000), 22050, format='OGG')
+    for k, data in enumerate((b'', b'no audio', inside[0]['bytes'][:-500], sounds.getvalue()[:-20], sounds.getvalue(), None)):
+        inside[k] = {'bytes': data, 'path': 'nowhere.wav'}
+    pq.write_table(pa.table({**columns, 'audio': inside}), tmp_path / 'inside.parquet')
+    c = prepare(tmp_path / 'bad', ({'name': 'a', 'path': str(tmp_path / 'inside.parquet')},), '--max_reject_share=1')
+    assert [r['reason'] for r in rejects(c.path)] == ['audio unreadable', 'audio unreadable', 'audio file truncated', 'audio file truncated', 'audio file not found']
+    write(tmp_path / 'folder/alone.txt', 'x')
+    os.remove(tmp_path / 'folder/s0/0.txt')
+    write(tmp_path / 'folder/s0/3.txt', b'caf\xe9')
+    c = prepare(tmp_path / 'bad2', ({'name': 'a', 'path': str(tmp_path / 'folder')},), '--max_reject_share=1')
+    assert sorted((r['reason'], r['audio']) for r in rejects(c.path)) == [('audio file not found', 'alone.wav'), ('no text file', 's0/0.wav'), ('text file is not UTF-8', 's0/3.wav')]
+
+def test_memory_is_flat(tmp_path):
+    """30,000 rows, and three times as many in one row group, in a process of its own: resident memory grows by less than 1 KB a row."""
+    peak = {}
+    for n in (30000, 90000):
+        columns, _ = tokens(1000)
+        table = pa.concat_tables([pa.table({**columns, 'text': [f'{k} {t}' for t in columns['text']]}) for k in range(n // 1000)])
+        pq.write_table(table, tmp_path / f'{n}.parquet', row_group_size=n)
+        flags = [f'--out_dir={tmp_path}/out{n}', f"--sources={({'name': 'a', 'path': f'{tmp_path}/{n}.parquet'},)!r}", f'--tokenizer={TOKENIZER}', '--special_tokens={}']
+        code = ("import os, sys, resource, subprocess; subprocess.run([sys.executable, *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL); "
+                "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
+        run = subprocess.run([sys.executable, '-c', code, os.path.join(ROOT, 'prepare.py'), *flags], capture_output=True, text=True)
+        assert not run.returncode, run.stderr
+        peak[n] = int(run.stdout)
+        assert len(Corpus(f'{tmp_path}/out{n}')) == n
+    print(peak)
+    assert peak[30000] < 1 << 20 and peak[90000] - peak[30000] < 60000
