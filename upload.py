@@ -61,6 +61,8 @@ def published_state(folder, cfg):
         raise ValueError(f'{folder}/model.safetensors: adapters inside ({inside[0]}): merge.py folds them in')
     try:
         state = M.published(M.fused(state, cfg), cfg)
+        if not cfg.supcon_hidden:       # left over from training; load_checkpoint passes over it as well
+            state = {k: t for k, t in state.items() if not k.startswith('supcon_head.')}
     except KeyError as e:
         raise ValueError(f'{folder}/model.safetensors: missing {e}') from None
     with torch.device('meta'):

@@ -314,6 +314,14 @@ def test_published_checkpoint_again(hub, tmp_path, capsys):
     theirs, ours = M.read_json(f'{GOLDEN}/gepard_config.json'), json.loads(files['gepard_config.json'])
     assert ours == theirs and list(ours['audio_heads']) == list(theirs['audio_heads'])
     assert 'base_model' not in files['README.md'].decode()
+    # a module that the config has switched off since, its tensors still in the file
+    config = M.read_json(f'{old}/gepard_config.json')
+    config['voice_cloning']['training']['supcon']['use_projection'] = False
+    M.write_json(f'{old}/gepard_config.json', config)
+    M.load_checkpoint(old)
+    upload(capsys, old, '--repo=you/less')
+    open(tmp_path / 'less.safetensors', 'wb').write(hub.repos['you/less']['files']['model.safetensors'])
+    assert set(new) - set(load_file(str(tmp_path / 'less.safetensors'))) == {k for k in new if k.startswith('supcon_head.')}
 
 
 def test_refusals(hub, folder, capsys, tmp_path):
@@ -377,3 +385,23 @@ def test_paths_are_cut(hub, folder, capsys):
     sent = json.loads(hub.repos['you/name']['files']['training_metadata.json'])
     assert sent['paths'] == {'a': 'speech.csv', 'b': 'clips', 'c': 'a', 'd': 'speech.csv', 'e': 'base', 'f': 'tiny', 'g': 'part1', 'h': 'up'}
     assert sent['kept'] == j['kept'] and 'hub_token' not in sent and 'wandb_entity' not in sent and 'wandb_project' not in sent['config']
+
+
+def test_the_written_contract():
+    """docs/checkpoint.md's table against the published checkpoint: every key, every shape."""
+    text = open(os.path.join(ROOT, 'docs', 'checkpoint.md'), encoding='utf-8').read()
+    real = {k: list(t.shape) for k, t in load_file(f'{GOLDEN}/model.safetensors').items()}
+    cfg = M.load_checkpoint(GOLDEN)[0].cfg
+    sizes = dict(d=cfg.hidden_size, V=cfg.vocab_size, h=cfg.num_attention_heads, k=cfg.num_key_value_heads, c=cfg.head_dim, m=cfg.intermediate_size, e=cfg.audio_embed_dim,
+                 n=32, Q=cfg.num_queries, f=cfg.prefix_ffn, s=cfg.supcon_hidden, t=cfg.supcon_dim)
+    seen = set()
+    for key, shape in re.findall(r'^\| `([\w.{},]+)` \| `([\w*, ]+)` \|', text.split('\n## ')[1], re.M):
+        pattern = key.replace('.', r'\.').replace('{i}', r'(?P<i>\d+)')
+        pattern = re.sub(r'\{(.+?)\}', lambda m: f"({m[1].replace(',', '|')})", pattern)
+        found = [m for k in real if (m := re.fullmatch(pattern, k))]
+        assert found, key
+        for m in found:
+            L = cfg.levels[int(m['i'])] if 'L' in shape else None
+            assert list(eval(f'({shape},)', sizes | {'L': L})) == real[m[0]], m[0]
+            seen.add(m[0])
+    assert seen == set(real)
