@@ -44,6 +44,7 @@ special_tokens = {'start_of_speech': 248070, 'end_of_speech': 248071, 'start_of_
                   'tts_pad': 248076}                        # the released ids; {}: from gepard_special_tokens.json of the tokenizer's folder
 # filters: a row that fails one is written to rejects.jsonl
 max_seconds = 40.0              # longer clips are dropped: they cost the most memory and are mostly wrongly cut; 0.0 = no limit
+max_text_tokens = 1000          # longer texts are dropped: 40 s hold some 200 tokens of words, 800 bytes, so this is a page for a sentence; 0 = no limit
 min_frames = 1                  # codec frames a clip must fill: 1 is 1024 samples at 22,050 Hz, 46 ms; 1023 samples are dropped
 silence_peak = 1e-4             # a clip whose peak is below (-80 dBFS) is dropped: it teaches words as silence; 0.0 = off
 max_reject_share = 0.05         # more bad rows than this and the run fails at the end, with nothing lost: raise it and run again; 1.0 = off
@@ -58,18 +59,21 @@ num_workers = 0                 # processes that read and resample audio; 0 = a 
 batch_seconds = 120.0           # audio seconds in one codec batch, padding included: less on a small machine, 1000 on a big GPU; 0.0 = clip by clip
 unit_rows = 256                 # rows read, sorted by length, encoded and saved together (16 times as many tokenized ones): what a kill
                                 # can lose, and what a rank takes at a time
+picture = True                  # histograms of the corpus in report.png; False = off
+check_rows = 4                  # so many rows are decoded back to check-<row>.wav: what the model will hear; 0 = off
 overwrite = False               # True: a corpus or an unfinished one with other settings in out_dir is replaced
 # -----------------------------------------------------------------------------
 MAGIC, VERSION = 'nanogepard-corpus', 1
 ROW = np.dtype([('text_start', '<i8'), ('text_len', '<i8'), ('frame_start', '<i8'), ('frame_len', '<i8'), ('line', '<i8'),
                 ('speaker', '<i4'), ('source', '<i4'), ('split', '<i4')])           # 64-bit offsets: 68,000 hours are 5.3e9 frames
-DRAFT = np.dtype([('text_len', '<i8'), ('frame_len', '<i8'), ('line', '<i8'), ('source', '<i4'), ('who', '<i4'), ('hash', '<f8'), ('key', '<u8')])    # a row before joining
+DRAFT = np.dtype([('text_len', '<i8'), ('frame_len', '<i8'), ('line', '<i8'), ('source', '<i4'), ('who', '<i4'), ('hash', '<f8'), ('key', '<u8'),
+                  ('tag', '<i4'), ('words', '<i4')])                        # a row before joining
 NANO = {'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8}         # what tokenized sources hold
 SPLITS = ('train', 'val', 'val_speakers')
-FREE = ('out_dir', 'max_reject_share', 'device', 'num_workers', 'batch_seconds', 'unit_rows', 'overwrite')     # they change no byte
+FREE = ('out_dir', 'max_reject_share', 'device', 'num_workers', 'batch_seconds', 'unit_rows', 'picture', 'check_rows', 'overwrite')     # they change no byte
 KINDS = {'csv': ',', 'tsv': '\t', 'ljspeech': '|', 'jsonl': '', 'parquet': '', 'hf': '', 'folder': ''}
 AUDIO = ('.wav', '.flac', '.ogg', '.mp3')
-NO_SPEAKER = ('', 'nan', 'NaN', 'None', 'null', '__null_ref__')         # what tables write where there is no speaker
+NO_SPEAKER = ('', 'nan', 'NaN', 'NAN', 'None', 'none', 'null', 'NULL', 'N/A', '<NA>', '__null_ref__')    # what tables write for none ('Nan' is a name)
 
 # ---- the reader
 
@@ -135,7 +139,8 @@ def load_tokenizer(name):
     return Tokenizer.from_file(path), path
 
 def clean_text(text):
-    return unicodedata.normalize('NFC', text).strip()
+    """NFC; each run of control characters, newlines, line separators and stray BOMs is one space; stripped."""
+    return re.sub('\\s*[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\ufeff]+\\s*', ' ', unicodedata.normalize('NFC', text)).strip()
 
 def encode_text(tokenizer, text):
     """Ids (list of int) of a transcript, no layout: NFC, stripped. tokenizer: of `tokenizers`, or a fast one of transformers."""
@@ -266,7 +271,8 @@ def table_rows(source):
                 bad = ''
                 fields = json.loads(line) if kind == 'jsonl' else next(csv.reader([line], strict=True, delimiter=KINDS[kind], quoting=quoting))
             except UnicodeDecodeError as e:
-                sys.exit(f'{path}:{n}: not UTF-8 (byte {raw[e.start]:#04x}): convert the table')
+                like = 'UTF-16' if raw[:2] in (b'\xff\xfe', b'\xfe\xff') else 'cp1252 or Latin-1'
+                sys.exit(f'{path}:{n}: not UTF-8 (byte {raw[e.start]:#04x}), {like}?: convert the table')
             except csv.Error as e:
                 sys.exit(f"{path}:{n}: bad quotes ({e}): a quoted field ends on its line, quotes in it are doubled; "
                          "'quotes': False in the source takes them as text")
@@ -275,6 +281,8 @@ def table_rows(source):
             if kind == 'jsonl' and not isinstance(fields, dict):
                 fields, bad = {}, 'line is not a JSON object'
             if header is None:              # the first line
+                if b'\0' in raw:
+                    sys.exit(f'{path}:{n}: NUL bytes, UTF-16 without its mark?: convert the table')
                 header = list(range(len(fields))) if headless else list(fields)
                 columns = {role: c + len(header) if headless and c < 0 else c for role, c in columns.items()}
                 missing = [columns[role] for role in source.get('columns') or ('audio', 'text') if columns[role] not in header]
@@ -302,7 +310,9 @@ def source_rows(number, source, rows=None):
         if isinstance(audio, dict):             # an Audio column: the file's bytes, its path, or both
             data, audio = audio.get('bytes'), audio.get('path') or ''
         speaker = fields.get('speaker')
-        speaker = '' if speaker is None or speaker != speaker else clean_text(str(speaker))         # NaN is not itself
+        if isinstance(speaker, float) and speaker.is_integer():
+            speaker = int(speaker)              # a column of ints with holes is read as floats
+        speaker = '' if speaker is None else clean_text(str(speaker))
         if not bad and not all(isinstance(x, str) for x in (audio, text, tag)):
             bad = f'field is not a string: audio {audio!r}, text {text!r}, language {tag!r}'[:200]
         elif not bad:
@@ -312,9 +322,13 @@ def source_rows(number, source, rows=None):
                 bad = 'text empty'
             elif re.search('[\ud800-\udfff]', text + audio + speaker):      # half a UTF-16 pair: "\ud83d" in a jsonl
                 bad = f'not Unicode: {ascii(text)[:200]}'
+            elif re.search('[\0\ufffd]', fields['text']):       # half-read UTF-16; a byte that some other program could not decode
+                bad = f'text damaged: {ascii(fields["text"])[:200]}'
+            elif not any(c.isalnum() for c in text):            # punctuation, emoji, zero-width characters: nothing to speak
+                bad = f'text without a letter or digit: {ascii(text)[:200]}'
         row = {'source': number, 'line': line, 'audio': str(audio)}
         yield {**row, 'reason': bad.split(':')[0], 'detail': bad.partition(': ')[2]} if bad else {
-            **row, 'path': data if data is not None else os.path.join(root, audio), 'text': f'{tag.lower()}: {text}' if tag else text,
+            **row, 'path': data if data is not None else os.path.join(root, audio), 'text': f'{tag.lower()}: {text}' if tag else text, 'tag': (tag or '').lower(),
             'hash': share_of(text), 'key': key_of(number, text, data if data is not None else audio.encode()),
             'speaker': None if speaker in NO_SPEAKER else f"{source['name']}/{speaker}"}
 
@@ -453,6 +467,19 @@ def lay_out(rows):
     for what in ('text', 'frame'):
         rows[what + '_start'] = np.cumsum(rows[what + '_len']) - rows[what + '_len']
 
+def draw(path, rows, meta):
+    """The corpus as four histograms."""
+    from matplotlib.figure import Figure        # not pyplot: no display
+    rate = meta['codec']['sample_rate'] / meta['codec']['hop']
+    figure = Figure((12, 7), layout='constrained')
+    for axes, (what, x) in zip(figure.subplots(2, 2).flat, (
+            ('seconds of a row', rows['frame_len'] / rate), ('text tokens of a row', rows['text_len']),
+            ('text tokens a second', rows['text_len'] / rows['frame_len'] * rate), ('rows of a usable speaker', np.bincount(rows['speaker'] + 1)[1:]))):
+        axes.hist(np.minimum(x, np.quantile(x, 0.999)) if len(x) else x, 100)
+        axes.set(xlabel=what, yscale='log')
+    figure.suptitle(f"{len(rows):,} rows, {meta['frames'] / rate / 3600:,.2f} hours, {len(meta['speakers']):,} usable speakers")
+    figure.savefig(path)
+
 def differing(old, new, at=''):
     """The settings that differ: ['max_seconds: 40.0 there, 30.0 now', ..]."""
     if isinstance(old, dict) and isinstance(new, dict):
@@ -468,6 +495,9 @@ def print_table(meta):
         print(f"{name:<24}{'kept':<38}{kept:>10,}")
         for reason, n in meta['counts']['dropped'][name].items():
             print(f"{'':<24}{'dropped: ' + reason:<38}{n:>10,}")
+    print(f"\n{'source':<24}{'language':<14}{'hours':>12}{'words':>12}{'tokens a word':>14}")         # 4 or more: the tokenizer falls back to bytes
+    for t in meta['text_stats']:
+        print(f"{t['source']:<24}{t['language'] or '-':<14}{t['hours']:>12.2f}{t['words']:>12,}{t['tokens'] / max(1, t['words']):>14.2f}")
     s, hours = meta['speaker_stats'], meta['frames'] * meta['codec']['hop'] / meta['codec']['sample_rate'] / 3600
     print(f"{meta['rows']:,} rows kept, {hours:.2f} hours, {meta['frames']:,} frames, {meta['tokens']:,} text tokens; "
           + ', '.join(f'{k} {n:,}' for k, n in meta['counts']['split'].items()))
@@ -493,7 +523,7 @@ if __name__ == '__main__':
                 sys.exit()                                  # there is nothing to do
 
     # validate: every fault is named before torch is imported
-    for low, high, keys in ((0, 1, 'silence_peak max_reject_share val_share'), (0, math.inf, 'max_seconds val_speakers num_workers batch_seconds'),
+    for low, high, keys in ((0, 1, 'silence_peak max_reject_share val_share'), (0, math.inf, 'max_seconds max_text_tokens val_speakers num_workers batch_seconds check_rows'),
                             (1, math.inf, 'min_frames min_clips_per_speaker unit_rows')):
         for key in keys.split():
             if not low <= config[key] <= high:
@@ -641,7 +671,9 @@ if __name__ == '__main__':
         good = [i for i in range(len(rows)) if i not in why]
         text = dict(zip(good, (np.array(x, dtype='<u4') for x in encode_texts(tok, [rows[i]['text'] for i in good]))))
         for i in good:
-            if not len(text[i]) or not specials.isdisjoint(text[i].tolist()):
+            if max_text_tokens and len(text[i]) > max_text_tokens:
+                why[i] = 'text too long', f'{len(text[i])} tokens'
+            elif not len(text[i]) or not specials.isdisjoint(text[i].tolist()):
                 why[i] = ('text holds a special token' if len(text[i]) else 'text gives no tokens', rows[i]['text'][:200])
         good = [i for i in good if i not in why]
         codes, batch = {}, []
@@ -655,11 +687,12 @@ if __name__ == '__main__':
         for i in clips.keys() & set(good):
             if codes[i].shape != (-(-len(clips[i]) // hop), groups) or codes[i].max() >= radix:
                 raise RuntimeError(f"{rows[i]['path']}: the codec gave codes {codes[i].shape} up to {codes[i].max()} for {len(clips[i])} samples")
-        names = sorted({rows[i]['speaker'] for i in good} - {None})
+        names, tags = sorted({rows[i]['speaker'] for i in good} - {None}), sorted({rows[i]['tag'] for i in good})
         who = {None: -1, **{n: k for k, n in enumerate(names)}}
-        draft = np.array([(len(text[i]), len(codes[i]), r['line'], source, who[r['speaker']], r['hash'], r['key']) for i in good for r in (rows[i],)], dtype=DRAFT)
+        draft = np.array([(len(text[i]), len(codes[i]), r['line'], source, who[r['speaker']], r['hash'], r['key'], tags.index(r['tag']), len(r['text'].split()))
+                          for i in good for r in (rows[i],)], dtype=DRAFT)
         rejects = [{**{k: rows[i][k] for k in ('line', 'audio')}, 'reason': reason, 'detail': detail} for i, (reason, detail) in sorted(why.items())]
-        words = json.dumps({'names': names, 'rejects': rejects}).encode()
+        words = json.dumps({'names': names, 'tags': tags, 'rejects': rejects}).encode()
         save(file, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8),
                                       text=np.concatenate([np.zeros(0, '<u4')] + [text[i] for i in good]),
                                       codes=np.concatenate([np.zeros((0, groups), '<u2')] + [codes[i].astype('<u2') for i in good])))
@@ -678,11 +711,12 @@ if __name__ == '__main__':
             time.sleep(0.05)
 
     # join: duplicates, speakers and splits need all rows, so they are decided here, from the units alone
-    draft, number, bad = [], {}, 0                      # number: name -> int, -1 is none
+    draft, number, tags, bad = [], {}, {}, 0            # number: name -> int, -1 is none
     for *_, file in units:
         with np.load(file) as u:
             rows, words = u['draft'], json.loads(u['words'].tobytes())
         rows['who'] = np.array([number.setdefault(n, len(number)) for n in words['names']] + [-1])[rows['who']]
+        rows['tag'] = np.array([tags.setdefault(t, len(tags)) for t in words['tags']] + [-1])[rows['tag']]
         draft.append(rows)
         bad += len(words['rejects'])
     sizes, draft, names = [len(d) for d in draft], np.concatenate(draft), list(number)
@@ -724,6 +758,13 @@ if __name__ == '__main__':
             for r in sorted(rejects, key=lambda r: r['line']):
                 f.write((json.dumps({**r, 'file': sources[i]['path']}, ensure_ascii=False, sort_keys=True) + '\n').encode('utf-8', 'backslashreplace'))
     save(os.path.join(new, 'rejects.jsonl'), write_rejects)
+    text_stats, cell = [], draft['source'].astype(np.int64) * max(1, len(tags)) + draft['tag']      # by source and language
+    for c in np.unique(cell[keep]):
+        in_cell = draft[keep & (cell == c)]
+        sums = {k: int(in_cell[k].sum()) for k in ('text_len', 'frame_len', 'words')}
+        text_stats.append({'source': sources[in_cell['source'][0]]['name'], 'language': list(tags)[in_cell['tag'][0]], 'rows': len(in_cell),
+                           'hours': sums['frame_len'] * hop / rate / 3600, 'words': sums['words'], 'tokens': sums['text_len']})
+    text_stats.sort(key=lambda t: ([s['name'] for s in sources].index(t['source']), t['language']))
     meta = {
         'magic': MAGIC, 'version': VERSION,
         'rows': len(index), 'frames': int(index['frame_len'].sum()), 'tokens': int(index['text_len'].sum()),
@@ -733,6 +774,7 @@ if __name__ == '__main__':
         'counts': {'kept': {sources[i]['name']: int((index['source'] == i).sum()) for i in per_source},
                    'dropped': {sources[i]['name']: dict(sorted(why[i].items())) for i in per_source},
                    'split': {name: int((index['split'] == i).sum()) for i, name in enumerate(SPLITS)}},
+        'languages': sorted({t['language'] for t in text_stats} - {''}), 'text_stats': text_stats,
         'speaker_stats': {'usable_speakers': len(speakers), 'usable_rows': len(index) - nulls,
                           'low_count_speakers': int(low.sum()), 'low_count_rows': low_rows,
                           'null_rows': nulls, 'null_share': nulls / max(1, len(index)),
@@ -750,7 +792,16 @@ if __name__ == '__main__':
         save(os.path.join(new, what + '.bin'), write)
     save(os.path.join(new, 'index.bin'), lambda f: f.write(index.tobytes()))
     save(os.path.join(new, 'meta.json'), lambda f: f.write(json.dumps(meta, indent=1, ensure_ascii=False).encode()))
-    Corpus(new)                                     # sizes and ranges, once more, before it is shown
+    corpus = Corpus(new)                            # sizes and ranges, once more, before it is shown
+    if picture:
+        draw(os.path.join(new, 'report.png'), corpus.rows, meta)
+    for i in np.unique(np.linspace(0, len(corpus) - 1, check_rows).astype(int)):
+        import soundfile
+        if not nano:
+            from codec import NanoCodec
+            nano = NanoCodec(codec, 'cpu')
+        soundfile.write(os.path.join(new, f'check-{i}.wav'), nano.decode([corpus.codes(i)])[0], rate, subtype='PCM_16')
+        print(f'{out_dir}/check-{i}.wav should say: {tok.decode(corpus.text(i).tolist())[:200]}')
     if os.path.isdir(out_dir):
         shutil.rmtree(replaced, ignore_errors=True)
         os.rename(out_dir, replaced)

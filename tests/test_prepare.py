@@ -7,6 +7,7 @@ import soundfile
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+import prepare as prepare_module
 from prepare import Corpus, clean_text, encode_text, load_tokenizer, read_audio, share_of
 
 SCRIPT, TOKENIZER = os.path.join(ROOT, 'prepare.py'), os.path.join(ROOT, 'tests/data/byte_tokenizer')     # a token is a byte
@@ -24,6 +25,8 @@ class NanoCodec:
             os.kill(os.getpid(), signal.SIGKILL)
         pad = [np.pad(c, (0, -len(c) % 1024)).reshape(-1, 1024) for c in clips]
         return [((np.abs(p).mean(1, keepdims=True) * 9000 + 7 * np.arange(8)) % 2016).astype(np.uint16) for p in pad]
+    def decode(self, codes):
+        return [np.repeat(c[:, 0] / 9000, 1024).astype(np.float32) for c in codes]
 '''
 
 @pytest.fixture
@@ -34,7 +37,7 @@ def fake(monkeypatch):
 
 def prepare(out, sources, *flags):
     """Run the script in this process, as from the command line; returns what it said where it stopped, else the corpus."""
-    argv = [SCRIPT, f'--out_dir={out}', f'--sources={sources!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', *flags]
+    argv = [SCRIPT, f'--out_dir={out}', f'--sources={sources!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False', '--check_rows=0', *flags]
     old, sys.argv = sys.argv, argv
     try:
         runpy.run_path(SCRIPT, run_name='__main__')
@@ -196,8 +199,9 @@ def test_ljspeech(tmp_path, fake):
     ('a.csv', '0.wav,x\n', "a.csv:1: no column 'audio', 'text'"),
     ('a.csv', 'audio,text,text\n0.wav,x,y\n', 'a.csv:1: a column name is there twice'),
     ('a.jsonl', '{"audio": "0.wav", "sentence": "x"}\n', "a.jsonl:1: no column 'text'"),
-    ('a.csv', b'audio,text\n0.wav,ok\n1.wav,caf\xe9\n', 'a.csv:3: not UTF-8'),
-    ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16'), 'a.csv:1: not UTF-8'),
+    ('a.csv', b'audio,text\n0.wav,ok\n1.wav,caf\xe9\n', 'a.csv:3: not UTF-8 (byte 0xe9), cp1252 or Latin-1?'),
+    ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16'), 'a.csv:1: not UTF-8 (byte 0xff), UTF-16?'),
+    ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16-le'), 'a.csv:1: NUL bytes'), ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-32'), 'a.csv:1: not UTF-8'),
     ('a.csv', 'audio,text\r0.wav,x\r', 'a.csv:1: bad quotes'),
     ('a.csv', 'audio,text\n\n', 'no rows in'), ('a.csv', '', 'no rows in'),
     ('a.txt', 'audio,text\n', 'one of csv, tsv')))
@@ -221,14 +225,62 @@ def test_odd_rows_are_counted_not_lost(tmp_path, fake):
     speech(tmp_path)
     lines = ['audio,text,speaker', '0.wav,one,s', '1.wav,,s', '2.wav," \u00a0\t",s', '', '3.wav,one more', '0.wav,one,t', '0.wav,two,s', '4.wav,a\u2028b,s', '5.wav,"' + 'x' * 200000 + '",s', '', '']
     path = write(tmp_path / 'odd.csv', '\n'.join(lines))
-    c = prepare(tmp_path / 'out', ({'name': 'a', 'path': path},), '--max_reject_share=0.6')
-    assert c.rows['line'].tolist() == [2, 8, 9, 10] and c.rows['text_len'].tolist() == [3, 3, 5, 200000]
+    c = prepare(tmp_path / 'out', ({'name': 'a', 'path': path},), '--max_reject_share=0.6', '--max_text_tokens=0')
+    assert c.rows['line'].tolist() == [2, 8, 9, 10] and c.rows['text_len'].tolist() == [3, 3, 3, 200000]
     assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(3, 'text empty'), (4, 'text empty'), (5, 'line is blank'), (6, 'wrong number of fields'), (7, 'duplicate row')]
     lines = [{'audio': '0.wav', 'text': 't'}, {'audio': '1.wav', 'text': None}, {'audio': '1.wav'}, {'audio': 7, 'text': 't'}, {'audio': '2.wav', 'text': '\ud83d'}, {'audio': None, 'text': 't'}, [1]]
     path = write(tmp_path / 'odd.jsonl', ''.join(json.dumps(x) + '\n' for x in lines) + '{"audio": \n')
     c = prepare(tmp_path / 'out2', ({'name': 'a', 'path': path},), '--max_reject_share=1')
     assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(2, 'text empty'), (3, 'text empty'), (4, 'field is not a string'), (5, 'not Unicode'),
         (6, 'audio file not found'), (7, 'line is not a JSON object'), (8, 'line is not JSON')] and len(c) == 1
+
+def test_odd_texts(tmp_path, fake):
+    """Each is kept as it should be said, or counted under a reason."""
+    speech(tmp_path, n=1)
+    kept = {'a\nb': 'a b', ' a \r\n\t b\x07c ': 'a b c', 'a\u2028c\x85': 'a c', '\ufeffa': 'a', '[laughter]': '[laughter]', 'Cafe\u0301': 'Caf\xe9', '\u05e9\u05dc\u05d5\u05dd \u200fa': None,
+            '7': '7', '\u4f60\u597d\u3002': None, 'ok \U0001f600': None, '<|end_of_text|>': None, 'x' * 1000: None, '\u0928\u092e\u0938\u094d\u0924\u0947': None, '"quoted" | piped': None}
+    dropped = {'': 'text empty', ' \xa0\u3000\n': 'text empty', '\x07\x1b': 'text empty', '?!...': 'text without a letter or digit', '\U0001f600\u2764\ufe0f\u200d': 'text without a letter or digit',
+               '\u200b': 'text without a letter or digit', 'a\0b': 'text damaged', 'caf\ufffd': 'text damaged', 'y' * 50000: 'text too long'}
+    lines = ''.join(json.dumps({'audio': '0.wav', 'text': t}) + '\n' for t in (*kept, *dropped))
+    c = prepare(tmp_path / 'out', ({'name': 'a', 'path': write(tmp_path / 't.jsonl', lines)},), '--max_reject_share=1')
+    assert [bytes(c.text(i).astype(np.uint8)).decode() for i in range(len(c))] == [t if said is None else said for t, said in kept.items()]
+    assert [r['reason'] for r in rejects(c.path)] == list(dropped.values()) and [r['line'] for r in rejects(c.path)] == list(range(len(kept) + 1, len(kept) + len(dropped) + 1))
+
+def test_reports(tmp_path, fake, capsys):
+    """Hours and tokens a word by source and language, the tags, a picture, rows decoded back to wav."""
+    speech(tmp_path, n=4)
+    a = write(tmp_path / 'a.csv', 'audio,text,speaker,lang\n0.wav,one two,x,\n1.wav,one,x,FR\n2.wav,three four five,x,fr\n3.wav,..,x,\n')
+    a = {'name': 'a', 'path': a, 'language_tag': 'es', 'columns': {'audio': 'audio', 'text': 'text', 'speaker': 'speaker', 'language': 'lang'}}
+    c = prepare(tmp_path / 'out', (a, speech(tmp_path, n=4, source='b')), '--picture=True', '--check_rows=3', '--max_reject_share=1')
+    assert c.meta['languages'] == ['es', 'fr']
+    stats = [(t['source'], t['language'], t['rows'], t['words'], t['tokens']) for t in c.meta['text_stats']]
+    assert stats == [('a', 'es', 1, 3, 11), ('a', 'fr', 2, 6, 7 + 19), ('b', '', 4, 12, 4 * 14)]
+    assert sum(t['hours'] for t in c.meta['text_stats']) == pytest.approx(c.meta['frames'] * 1024 / 22050 / 3600)
+    said = capsys.readouterr().out
+    assert 'tokens a word' in said and 'dropped: text without a letter or digit' in said and 'check-6.wav should say: text, number 3' in said
+    assert open(tmp_path / 'out/report.png', 'rb').read(4) == b'\x89PNG'
+    nano = sys.modules['codec'].NanoCodec('', '')
+    for i in (0, 3, 6):
+        audio, rate = soundfile.read(tmp_path / f'out/check-{i}.wav', dtype='float32')
+        assert rate == 22050 and np.abs(audio - nano.decode([c.codes(i)])[0]).max() < 1e-4
+
+def test_more_than_four_billion_frames(tmp_path, fake):
+    """The writer's offsets, and the reader on a sparse codes.bin of 72 GB (a few KB on disk)."""
+    c = prepare(tmp_path / 'out', (speech(tmp_path),))
+    rows = np.zeros(3, prepare_module.ROW)
+    rows['frame_len'], rows['text_len'] = (2 ** 32, 2 ** 32 - 7, 5), (1, 2 ** 33, 1)
+    prepare_module.lay_out(rows)
+    assert rows['frame_start'].tolist() == [0, 2 ** 32, 2 ** 33 - 7] and rows['text_start'].tolist() == [0, 1, 2 ** 33 + 1]
+    meta, rows, far = json.load(open(tmp_path / 'out/meta.json')), c.rows.copy(), 4_500_000_000
+    with open(tmp_path / 'out/codes.bin', 'r+b') as f:
+        f.seek(16 * far)
+        f.write(c.codes(11).tobytes())
+    rows['frame_start'][11], meta['frames'] = far, far + int(rows['frame_len'][11])
+    rows.tofile(tmp_path / 'out/index.bin')
+    write(tmp_path / 'out/meta.json', json.dumps(meta))
+    far_one = Corpus(str(tmp_path / 'out'))
+    assert np.array_equal(far_one.codes(11), c.codes(11)) and np.array_equal(far_one.codes(3), c.codes(3))
+    assert os.stat(tmp_path / 'out/codes.bin').st_blocks * 512 < 1 << 20
 
 def test_text_never_gives_special_ids():
     tok, _ = load_tokenizer(TOKENIZER)
@@ -246,7 +298,7 @@ def test_text_never_gives_special_ids():
 
 def test_speakers(tmp_path, fake):
     """Namespaces, null rows, speakers with too few clips under both policies, held-out speakers and texts."""
-    speech(tmp_path)
+    speech(tmp_path, n=15)
     rows = [('s', 5), ('t', 3), ('rare', 2), ('', 1), ('nan', 1)]
     lines, i = 'audio,text,speaker\n', 0
     for name, n in rows:
@@ -273,8 +325,8 @@ def test_speakers(tmp_path, fake):
     assert texts('val') and not texts('val') & texts('train')
     assert len(c.split('train')) + len(c.split('val')) + len(held) == 24
     c = prepare(tmp_path / 'jsonl', ({'name': 'j', 'path': write(tmp_path / 'j.jsonl', ''.join(json.dumps({'audio': f'{i}.wav', 'text': 'x', 'speaker': s}) + '\n'
-                for i, s in enumerate((7, '7', None, float('nan'), '', 'Ann', ' Ann '))))},), '--min_clips_per_speaker=2', '--val_share=0')
-    assert c.speakers == ['j/7', 'j/Ann'] and c.rows['speaker'].tolist() == [0, 0, -1, -1, -1, 1, 1]
+                for i, s in enumerate((7, '7', None, float('nan'), '', 'Ann', ' Ann ', 7.0, 'None', 'nan', 'Nan', 'Nan', 'NULL', '\t'))))},), '--min_clips_per_speaker=2', '--val_share=0')
+    assert c.speakers == ['j/7', 'j/Ann', 'j/Nan'] and c.rows['speaker'].tolist() == [0, 0, -1, -1, -1, 1, 1, 0, -1, -1, 2, 2, -1, -1]
 
 def test_golden_language_tag_and_speaker_names(tmp_path, fake):
     """golden/row.json: tag before the text in small letters; rare speakers become null rows, other names get the source's prefix."""
@@ -300,7 +352,7 @@ def test_same_bytes_in_any_way_it_is_run(tmp_path, fake):
     one = files(prepare(tmp_path / 'one', (source,)).path)
     assert files(prepare(tmp_path / 'two', (source,), '--unit_rows=7', '--batch_seconds=0.5').path) == one
     # in a process of its own, as a user runs it, with workers; killed in the midst of it, twice, and run again
-    flags = [f'--out_dir={tmp_path}/three', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--unit_rows=4', '--num_workers=2']
+    flags = [f'--out_dir={tmp_path}/three', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False', '--check_rows=0', '--unit_rows=4', '--num_workers=2']
     (tmp_path / 'bin').mkdir()
     (tmp_path / 'bin/codec.py').write_text(FAKE)
     for name in ('prepare.py', 'configurator.py'):

@@ -145,7 +145,7 @@ def test_memory_is_flat(tmp_path):
         columns, _ = tokens(1000)
         table = pa.concat_tables([pa.table({**columns, 'text': [f'{k} {t}' for t in columns['text']]}) for k in range(n // 1000)])
         pq.write_table(table, tmp_path / f'{n}.parquet', row_group_size=n)
-        flags = [f'--out_dir={tmp_path}/out{n}', f"--sources={({'name': 'a', 'path': f'{tmp_path}/{n}.parquet'},)!r}", f'--tokenizer={TOKENIZER}', '--special_tokens={}']
+        flags = [f'--out_dir={tmp_path}/out{n}', f"--sources={({'name': 'a', 'path': f'{tmp_path}/{n}.parquet'},)!r}", f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False', '--check_rows=0']
         code = ("import os, sys, resource, subprocess; subprocess.run([sys.executable, *sys.argv[1:]], check=True, stdout=subprocess.DEVNULL); "
                 "print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)")
         run = subprocess.run([sys.executable, '-c', code, os.path.join(ROOT, 'prepare.py'), *flags], capture_output=True, text=True)

@@ -1,0 +1,62 @@
+"""pytest tests/test_prepare_ranks.py          prepare.py under torchrun, and killed at random moments; a fake codec, half a minute on one core"""
+import os, random, shutil, signal, subprocess, sys, time
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from test_prepare import FAKE, ROOT, TOKENIZER, fake, files, prepare, speech, write      # noqa: F401
+from test_prepare_arrow import tokens
+
+@pytest.fixture
+def mixed(tmp_path):
+    """An audio table and a tokenized source, a folder with the script and the fake codec, and the corpus's files of one plain run."""
+    audio = speech(tmp_path / 'in', n=30)
+    pq.write_table(pa.table(tokens(100)[0]), tmp_path / 'tokens.parquet', row_group_size=9)
+    os.remove(tmp_path / 'in/3.wav')
+    os.mkdir(tmp_path / 'bin')
+    write(tmp_path / 'bin/codec.py', FAKE)
+    for name in ('prepare.py', 'configurator.py'):
+        shutil.copy(os.path.join(ROOT, name), tmp_path / 'bin')
+    return audio, {'name': 't', 'path': str(tmp_path / 'tokens.parquet')}
+
+def command(tmp_path, sources, *flags):
+    return [str(tmp_path / 'bin/prepare.py'), f'--out_dir={tmp_path}/out', f'--sources={sources!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}',
+            '--val_share=0.2', '--picture=False', '--check_rows=0', *flags]
+
+def test_ranks_share_the_work(tmp_path, fake, mixed):
+    """Two ranks give the bytes of one; a rank that dies takes the run along, and the next one goes on. Then there is nothing to do, for all."""
+    one = files(prepare(tmp_path / 'one', mixed, '--val_share=0.2').path)
+    ranks = [sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *command(tmp_path, mixed, '--unit_rows=2', '--num_workers=1')]
+    run = lambda **env: subprocess.run(ranks, env={**os.environ, 'OMP_NUM_THREADS': '1', **env}, capture_output=True, text=True, timeout=120)
+    assert run(KILL_AT='2').returncode and not os.path.exists(tmp_path / 'out')
+    done = len([f for f in os.listdir(tmp_path / 'out.building') if f.endswith('.npz')])
+    assert 1 <= done < 19
+    again = run()
+    assert not again.returncode, again.stderr
+    assert f'19 units of 2 rows, {done} of them done before' in again.stdout and again.stdout.count('config of prepare.py') == 1
+    assert files(tmp_path / 'out') == one
+    again = run()
+    assert not again.returncode and again.stdout.count('nothing to do') == 1
+
+def test_killed_at_random_moments(tmp_path, fake, mixed):
+    """Twenty times, anywhere: while it starts, reads, encodes, joins or renames. Each run goes on; the end is an unbroken run's."""
+    one = files(prepare(tmp_path / 'one', mixed, '--val_share=0.2').path)
+    write(tmp_path / 'bin/codec.py', FAKE.replace('NanoCodec.calls += 1', 'NanoCodec.calls += 1; __import__("time").sleep(0.02)'))
+    argv, rng, kills, ends = [sys.executable, *command(tmp_path, mixed, '--unit_rows=3')], random.Random(0), 0, 0
+    begin = time.time()
+    subprocess.run(argv, capture_output=True, check=True)
+    whole = time.time() - begin
+    while kills < 20:
+        if os.path.exists(tmp_path / 'out'):
+            assert files(tmp_path / 'out') == one           # whole, or not there
+            shutil.rmtree(tmp_path / 'out')
+            ends += 1
+        run = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        time.sleep(whole * rng.uniform(0.3, 1.0))
+        run.send_signal(signal.SIGKILL)
+        said = run.communicate()[1].decode()
+        assert run.returncode in (0, -signal.SIGKILL), said
+        kills += run.returncode != 0
+    subprocess.run(argv, capture_output=True, check=True)
+    assert files(tmp_path / 'out') == one and ends > 1
