@@ -16,7 +16,7 @@ import os, sys
 # -----------------------------------------------------------------------------
 ckpt = 'out/finetune'           # a folder with adapter.safetensors, or a run's folder (its newest)
 out = ''                        # the merged checkpoint, must not exist; '' = <ckpt>-merged
-base = ''                       # folder or Hub name of the base; '' = the parent named in adapter_config.json
+base = ''                       # the base: a checkpoint folder, a run's folder or a Hub name; '' = the parent named in adapter_config.json
 # -----------------------------------------------------------------------------
 from configurator import configure
 configure(globals())
@@ -29,6 +29,7 @@ def fail(message):
 import shutil
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import model as M
@@ -98,10 +99,11 @@ try:
     lacking = [k for k in LORA_KEYS if k not in config]
     if lacking:
         fail(f'{ckpt}/adapter_config.json: no {", ".join(lacking)}')
+    base = base or config['parent']
     try:
-        base_folder = M.local_or_hub(base or config['parent'], ['*.json', '*.safetensors', '*.txt', '*.jinja'])
+        base_folder = M.local_or_hub(M.latest_checkpoint(base) or base, ['*.json', '*.safetensors', '*.txt', '*.jinja'])
     except Exception as e:      # the Hub's client has many kinds
-        fail(f"base {base or config['parent']!r}: {e}; --base= names it where it is now")
+        fail(f'base {base!r}: {e}; --base= names it where it is now')
     adapter, config = read_adapter(ckpt, base_folder)       # the hash of the base's weights is compared here
     layout = M.read_json(os.path.join(base_folder, 'gepard_config.json'))
     M.config_from_json(layout, f'{base_folder}/gepard_config.json')
@@ -119,6 +121,8 @@ try:
     M.write_folder(out, write)
 except (OSError, ValueError) as e:
     fail(e)
+except SafetensorError as e:        # disk full
+    fail(f'{out}: {e}')
 
 dtype = str(merged['model.norm.weight'].dtype).removeprefix('torch.')
 folded = sum(k.endswith('.lora_A') for k in adapter)

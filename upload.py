@@ -42,14 +42,15 @@ import json, re, tempfile
 
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi, ModelCardData, get_token
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 import model as M
 from prepare import load_tokenizer
 
-REQUIRED = ('model.safetensors', 'config.json', 'gepard_config.json', 'tokenizer.json', 'training_metadata.json')
+REQUIRED = ('config.json', 'gepard_config.json', 'training_metadata.json', 'tokenizer.json', 'model.safetensors')
 SETTINGS = ('learning_rate', 'batch_size', 'gradient_accumulation', 'epochs', 'max_steps', 'dropout', 'short_fraction', 'beta')      # shown if a stage has them
-LOCAL = re.compile(r'(/|~/|\.\.?/|[A-Za-z]:\\)')
+LOCAL = re.compile(r'(/|~/|\.\.?/|[A-Za-z]:\\)')             # how a path of a disk begins; WHERE: surely one, for the last look
 WHERE = re.compile(r'(/|~/|[A-Za-z]:\\)[^\s/\\]+[/\\]')
 
 
@@ -74,12 +75,12 @@ def published_state(folder, cfg):
     return state
 
 
-def check_rotary(folder, config, gepard_config):
+def check_rotary(cfg, configs):
     """transformers reads the rotary factor nested, vLLM flat: where one is missing its reader takes 0.25 and speaks noise."""
-    for where, c in ((f'{folder}/config.json', config), (f'{folder}/gepard_config.json, backbone_config', gepard_config['backbone_config'])):
+    for where, c in configs.items():
         flat, nested = c.get('partial_rotary_factor'), (c.get('rope_parameters') or {}).get('partial_rotary_factor')
-        if flat is None or flat != nested or flat != gepard_config['backbone_config']['rope_parameters']['partial_rotary_factor']:
-            raise ValueError(f'{where}: partial_rotary_factor {flat} flat, {nested} in rope_parameters; both must be there and equal')
+        if not flat == nested == cfg.partial_rotary_factor:
+            raise ValueError(f'{where}: partial_rotary_factor {flat} flat, {nested} in rope_parameters; both must be there and be {cfg.partial_rotary_factor}')
 
 
 def hub_name(s):
@@ -161,18 +162,20 @@ lacking = [n for n in REQUIRED + ('resume.pt',) * training_state if not os.path.
 if lacking:
     fail(f'{ckpt}: no {", ".join(lacking)}')
 try:
-    config, gepard_config, metadata = (M.read_json(os.path.join(ckpt, n)) for n in REQUIRED[1:3] + REQUIRED[4:])
+    config, gepard_config, metadata = (M.read_json(os.path.join(ckpt, n)) for n in REQUIRED[:3])
     cfg = M.config_from_json(gepard_config, f'{ckpt}/gepard_config.json')
     M.backbone_fields(config, f'{ckpt}/config.json')
-    check_rotary(ckpt, config, gepard_config)
-    tokenizer = load_tokenizer(ckpt)[0].get_vocab_size()
+    check_rotary(cfg, {f'{ckpt}/config.json': config, f'{ckpt}/gepard_config.json, backbone_config': gepard_config['backbone_config']})
     state = published_state(ckpt, cfg)
 except (OSError, ValueError) as e:
     fail(e)
-except Exception as e:      # the tokenizer's library raises plain Exception
+try:
+    tokenizer = load_tokenizer(ckpt)[0].get_vocab_size()
+except Exception as e:      # the tokenizer's library raises nothing more special
     fail(f'{ckpt}/tokenizer.json: {e}')
-if max(tokenizer, *cfg.special_tokens.values()) > cfg.vocab_size:
-    fail(f"{ckpt}: the tokenizer has {tokenizer} ids, special tokens go up to {max(cfg.special_tokens.values())}, the model has {cfg.vocab_size}")
+highest = max(v for k, v in cfg.special_tokens.items() if k != 'tokeniser_length')
+if tokenizer > cfg.vocab_size or highest >= cfg.vocab_size:
+    fail(f'{ckpt}: the tokenizer has {tokenizer} ids, special tokens go up to {highest}, the model has {cfg.vocab_size}')
 stored = state['model.norm.weight'].dtype
 if training_state and stored != torch.float32:
     fail(f'{ckpt}: --training_state needs the float32 weights of a run, these are {stored}')
@@ -188,7 +191,10 @@ with tempfile.TemporaryDirectory() as tmp:
             fail(f'{ckpt}/model.safetensors: {k} is not finite' + f' in {name_of}' * bool(state[k].isfinite().all()))
     if not training_state:
         files |= {n: os.path.join(tmp, n) for n in ('model.safetensors', 'config.json', 'gepard_config.json')}
-        save_file(cast, files['model.safetensors'], metadata={'format': 'pt'})
+        try:
+            save_file(cast, files['model.safetensors'], metadata={'format': 'pt'})
+        except (OSError, SafetensorError) as e:
+            fail(f'{tmp}: {e} (TMPDIR names a roomier place for the copy to be published)')
         M.write_json(files['config.json'], config | {'dtype': name_of} | ({'torch_dtype': name_of} if 'torch_dtype' in config else {}))
         M.write_json(files['gepard_config.json'], gepard_config | {'model_dtype': name_of})
     files |= {n: os.path.join(tmp, n) for n in ('training_metadata.json', 'README.md')}

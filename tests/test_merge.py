@@ -112,6 +112,9 @@ def test_moved_base(folder, capsys):
     assert 'no such folder' in run(capsys, 'merge.py', f'--ckpt={folder}/a', code=2)
     run(capsys, 'merge.py', f'--ckpt={folder}/a', f'--base={folder}/moved')
     M.load_checkpoint(str(folder / 'a-merged'))
+    os.makedirs(folder / 'run')
+    os.rename(folder / 'moved', folder / 'run' / 'checkpoint-10')
+    run(capsys, 'merge.py', f'--ckpt={folder}/a', f'--base={folder}/run', f'--out={folder}/b')
 
 
 def test_refusals(folder, capsys):

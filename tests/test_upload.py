@@ -359,6 +359,11 @@ def test_refusals(hub, folder, capsys, tmp_path):
     shutil.copytree(folder, tmp_path / 'adapter')
     os.rename(tmp_path / 'adapter' / 'model.safetensors', tmp_path / 'adapter' / 'adapter.safetensors')
     refused('merge.py makes a checkpoint of them', where=f'{tmp_path}/adapter')
+    for name, words in (('model.safetensors', 'cannot be read as safetensors'), ('tokenizer.json', 'tokenizer.json: '), ('config.json', 'not JSON')):
+        cut = tmp_path / f'cut-{name}'
+        shutil.copytree(folder, cut)
+        os.truncate(cut / name, 100)
+        refused(words, where=cut)
     # the rotary factor: flat and nested, in both files
     refused('config.json: partial_rotary_factor None flat', file='config.json', change=lambda j: j.pop('partial_rotary_factor'))
     refused('None in rope_parameters', file='config.json', change=lambda j: j['rope_parameters'].pop('partial_rotary_factor'))
