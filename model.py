@@ -913,7 +913,8 @@ TOKENIZER_FILES = ('tokenizer.json', 'tokenizer_config.json', 'special_tokens_ma
 
 def load_checkpoint(name, device='cpu', dtype=torch.float32):
     """A published or own checkpoint (folder or Hub name) -> model in eval mode, its folder. Never unpickles.
-    Only the contrastive head may be missing (it is not needed to speak)."""
+    Only the contrastive head may be missing (it is not needed to speak; it then starts anew). Tensors of parts that the
+    config has switched off are passed over: older files keep them."""
     folder = local_or_hub(name, ['*.json', '*.safetensors', '*.txt', '*.jinja'])
     cfg = config_from_json(read_json(os.path.join(folder, 'gepard_config.json')), os.path.join(folder, 'gepard_config.json'))
     model = Gepard(cfg)
@@ -923,10 +924,8 @@ def load_checkpoint(name, device='cpu', dtype=torch.float32):
         raise ValueError(f'{folder}/model.safetensors: missing {e}') from None
     except ValueError as e:
         raise ValueError(f'{folder}/model.safetensors: {e}') from None
-    missing = load_strict(model, {k: v.float() for k, v in state.items()}, f'{folder}/model.safetensors', may_miss=('supcon_head.',),
-                          may_ignore=() if cfg.supcon_hidden else ('supcon_head.',))
-    if missing:
-        model.init_contrastive = missing
+    off = () if cfg.num_queries and cfg.supcon_hidden else ('supcon_head.',) if cfg.num_queries else ('supcon_head.', 'ref_compressor.', 'null_prefix')
+    load_strict(model, {k: v.float() for k, v in state.items()}, f'{folder}/model.safetensors', may_miss=('supcon_head.',), may_ignore=off)
     return model.to(device=device, dtype=dtype).eval(), folder
 
 

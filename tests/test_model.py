@@ -720,3 +720,17 @@ def test_voices_and_prompt():
     assert M.prompt([7, 8], model.cfg) == M.layout([7, 8], special)
     model.cfg.text_repetition = model.cfg.text_repetition | {'enabled': True}
     assert M.prompt([7, 8], model.cfg) == M.layout([7, 8], special, 8)
+
+
+def test_tensors_of_parts_switched_off_are_passed_over(tmp_path):
+    """A checkpoint whose config has voice cloning off still loads where the file keeps the prefix's tensors."""
+    model = tiny_model()
+    path = str(tmp_path / 'checkpoint-1')
+    M.save_checkpoint(path, model.state_dict(), model.cfg, None, {})
+    config = M.read_json(path + '/gepard_config.json')
+    config['voice_cloning']['enabled'] = False
+    with open(path + '/gepard_config.json', 'w') as f:
+        json.dump(config, f)
+    again, _ = M.load_checkpoint(path)
+    assert again.cfg.num_queries == 0 and not hasattr(again, 'null_prefix')
+    assert torch.equal(again.model.norm.weight, model.model.norm.weight)
