@@ -2,7 +2,7 @@
 Turns audio or tokens of any source into a corpus: codec tokens and text ids in flat files that every later stage maps into memory.
 
     python prepare.py config/tiny_prepare.py                        # one process: CPU, or one GPU
-    torchrun --nproc_per_node=8 prepare.py config/prepare.py --num_workers=12       # a process a GPU; each reads audio in 12 more
+    torchrun --nproc_per_node=8 prepare.py config/prepare.py --num_workers=4        # a process a GPU; each reads audio in 4 more
 
 Written to out_dir, which appears only when it is complete (the work in between lies in <out_dir>.building):
 
@@ -231,6 +231,31 @@ def kind_of(source):
         piped = b'|' in f.readline(65536)
     return ext if ext in ('jsonl', 'parquet') else 'ljspeech' if piped else ext if ext in ('csv', 'tsv') else ''
 
+def fault_of(source):
+    """What is wrong with the dict of a source, or ''."""
+    name, path, most, columns = (source.get(k) for k in ('name', 'path', 'max_rows', 'columns'))
+    unknown = set(source) - {'name', 'path', 'kind', 'columns', 'root', 'quotes', 'language_tag', 'max_rows', 'split', 'subset'}
+    if unknown:
+        return f"unknown {', '.join(sorted(map(repr, unknown)))}"
+    if not isinstance(name, str) or not name.strip() or '/' in name:
+        return f"name {name!r}: a string without '/'"
+    if source.get('kind', 'csv') not in KINDS:
+        return f"kind {source['kind']!r} of {path}: one of {', '.join(KINDS)}"
+    if not isinstance(path, str) or not os.path.exists(path) and source.get('kind') != 'hf':
+        return f"path {path!r}: no such table or folder (a Hub name takes 'kind': 'hf')"
+    kind = kind_of(source)
+    if kind not in KINDS:
+        return f"{path}: of unknown kind: one of {', '.join(KINDS)}"
+    if kind not in ('parquet', 'hf') and os.path.isdir(path) != (kind == 'folder'):
+        return f"path {path!r} is {'' if os.path.isdir(path) else 'not '}a folder, kind is {kind!r}"
+    if most is not None and (not isinstance(most, int) or most < 1):
+        return f'max_rows {most!r}: 1 or more'
+    arrow, roles = kind in ('parquet', 'hf'), {'audio', 'text', 'speaker', 'language'}
+    if columns and (kind == 'folder' or not (set() if arrow else {'audio', 'text'}) <= set(columns) <= roles | ({'layers', 'encoded_len'} if arrow else set())
+                    or {type(c) for c in columns.values()} not in ({str}, {str} if arrow else {int})):
+        return f'columns {columns}: audio, text, speaker? and language?, by name, or all by number in a table without header'
+    return ''
+
 def files_below(path, endings):
     """Sorted paths of the files with one of the endings, in any depth."""
     return sorted(os.path.join(folder, f) for folder, _, names in os.walk(path, followlinks=True) for f in names if f.lower().endswith(endings))
@@ -299,16 +324,26 @@ def table_rows(source):
             yield n, bad, {role: fields.get(c) for role, c in columns.items()}
             blank = []
 
+def open_lines(source):
+    """(count, read, files, tokenized) of a table or a folder; read(start, end) gives (its rows, None), and start must not go back."""
+    lines, at = folder_rows if kind_of(source) == 'folder' else table_rows, 0
+    stream, files = lines(source), [source['path']] if lines is table_rows else files_below(source['path'], (*AUDIO, '.txt'))
+    def read(start, end):
+        nonlocal at
+        rows, at = list(itertools.islice(stream, start - at, end - at)), end
+        return rows, None
+    return lambda: sum(1 for _ in itertools.islice(lines(source), source.get('max_rows'))), read, files, False
+
 def source_rows(number, source, rows=None):
-    """Yields a dict for each of table_rows' rows: source, line, audio; then path, text, hash, key, speaker (None: null row), or reason, detail."""
+    """Yields a dict for each of table_rows' rows (or those given): source, line, audio; then path, text, tag, hash, key, speaker (None: null
+    row), or reason, detail."""
     kind, path = kind_of(source), source['path']
     root = source.get('root') or (path if os.path.isdir(path) else os.path.join(os.path.dirname(path), 'wavs' * (kind == 'ljspeech')))
-    rows = rows or (folder_rows if kind == 'folder' else table_rows)(source)
-    for line, bad, fields in itertools.islice(rows, source.get('max_rows')):
+    for line, bad, fields in table_rows(source) if rows is None else rows:
         audio, text, tag = ('' if fields.get(k) is None else fields[k] for k in ('audio', 'text', 'language'))
         data = None
-        if isinstance(audio, dict):             # an Audio column: the file's bytes, its path, or both
-            data, audio = audio.get('bytes'), audio.get('path') or ''
+        if isinstance(audio, (dict, bytes)):    # an Audio column: the file's bytes, its path, or both
+            data, audio = (audio, '') if isinstance(audio, bytes) else (audio.get('bytes'), audio.get('path') or '')
         speaker = fields.get('speaker')
         if isinstance(speaker, float) and speaker.is_integer():
             speaker = int(speaker)              # a column of ints with holes is read as floats
@@ -335,17 +370,19 @@ def source_rows(number, source, rows=None):
 # ---- Arrow: parquet and Hugging Face datasets
 
 def open_arrow(source):
-    """(rows, read, files, tokenized) of a parquet file, a folder of them, a save_to_disk folder or a Hub dataset. read(start, stop) gives
-    those rows as an Arrow table with the roles as column names; start must not go back."""
+    """open_lines of a parquet file, a folder of them, a save_to_disk folder or a Hub dataset; read gives (rows, Arrow table or None): the
+    tokens stay in Arrow."""
     path, given, kind = source['path'], source.get('columns') or {}, kind_of(source)
     if kind == 'hf':
-        import datasets
         split = source.get('split', 'train')
-        data = datasets.load_from_disk(path) if os.path.isdir(path) else datasets.load_dataset(path, source.get('subset'), split=split)
-        if isinstance(data, dict):
-            if split not in data:
-                sys.exit(f'{path}: no split {split!r}; it has {list(data)}')
-            data = data[split]
+        try:
+            import datasets
+            data = datasets.load_from_disk(path) if os.path.isdir(path) else datasets.load_dataset(path, source.get('subset'), split=split)
+            data = data[split] if isinstance(data, dict) else data
+        except ImportError as e:
+            sys.exit(f'{path}: {e}: pip install datasets')
+        except Exception as e:                  # of many kinds: no such name, no network, no such split, a broken file
+            sys.exit(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
         files, schemas, total = [f['filename'] for f in data.cache_files], [data.features.arrow_schema], len(data)
     else:
         import pyarrow as pa, pyarrow.parquet as pq
@@ -357,12 +394,14 @@ def open_arrow(source):
                     groups += [(f, g, p.metadata.row_group(g).num_rows) for g in range(p.num_row_groups)]
             except (pa.ArrowInvalid, OSError) as e:
                 sys.exit(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
+        if not files:
+            sys.exit(f'{path}: no .parquet file in it')
         total = sum(n for *_, n in groups)
     prefix, has = given.get('layers', 'nano_layer_'), schemas[0].names
     layers = sorted((n for n in has if re.fullmatch(re.escape(prefix) + '[0-9]+', n)), key=lambda n: int(n[len(prefix):]))
     wanted = {f'layer{k}': f'{prefix}{k + 1}' for k in range(NANO['groups'])}
     if layers and layers != list(wanted.values()) or 'layers' in given and not layers:
-        sys.exit(f"{files[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
+        sys.exit(f"{(files or [path])[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
     roles = {**(wanted if layers else {'audio': 'audio'}), 'text': 'text', **{k: k for k in ('speaker', 'encoded_len')[:1 + bool(layers)] if k in has}}
     roles.update((k, v) for k, v in given.items() if k != 'layers' and not (layers and k == 'audio'))
     for f, schema in zip(files, schemas):
@@ -373,10 +412,14 @@ def open_arrow(source):
             if not re.fullmatch(r'(large_|fixed_size_)?list<\w+: u?int(8|16|32|64)( not null)?>(\[\d+\])?', str(schema.field(c).type)):
                 sys.exit(f'{f}: column {c} is {schema.field(c).type}, wanted a list of ints')
     names = list(dict.fromkeys(roles.values()))
-    pick = lambda table: table.select(list(roles.values())).rename_columns(list(roles))
+    def pick(table, start):
+        table = table.select(list(roles.values())).rename_columns(list(roles))
+        plain = table.select([c for c in table.column_names if c != 'encoded_len' and not c.startswith('layer')])
+        return [(start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1)], table if layers else None
+    count = lambda: min(total, source.get('max_rows') or total)
     if kind == 'hf':
         data = data.with_format('arrow', columns=names)
-        return total, lambda start, stop: pick(data[start:stop]), files, bool(layers)
+        return count, lambda start, end: pick(data[start:end], start), files, bool(layers)
 
     want, held = [0], []        # parquet is read forward, batch by batch: a row group may be larger than memory
     def batches(at=0):
@@ -389,16 +432,16 @@ def open_arrow(source):
                     yield at, batch
                     at += len(batch)
     stream = batches()
-    def read(start, stop):
-        want[0], parts, end = start, [], -1
-        while end < stop:
+    def read(start, end):
+        want[0], parts, upto = start, [], -1
+        while upto < end:
             at, batch = held.pop() if held else next(stream)
-            end = at + len(batch)
-            if end > start:
-                parts.append(batch.slice(max(0, start - at), stop - max(at, start)))
-        held.extend([(at, batch)] * (end > stop))
-        return pick(pa.Table.from_batches(parts))
-    return total, read, files, bool(layers)
+            upto = at + len(batch)
+            if upto > start:
+                parts.append(batch.slice(max(0, start - at), end - max(at, start)))
+        held.extend([(at, batch)] * (upto > end))
+        return pick(pa.Table.from_batches(parts), start)
+    return count, read, files, bool(layers)
 
 def tokens_of(table, radix):
     """Token columns of a batch -> (codes uint16 [frames, layers] of its good rows end to end, frames int64 [rows], {row: (reason, detail)})."""
@@ -533,23 +576,9 @@ if __name__ == '__main__':
     if not sources or not all(isinstance(s, dict) for s in sources):
         stop(f'sources: at least one dict (see config/tiny_prepare.py), got {sources!r}')
     for i, s in enumerate(sources):
-        name, columns, most = str(s.get('name', '')), s.get('columns') or {'audio': 'audio', 'text': 'text'}, s.get('max_rows')
-        unknown = set(s) - {'name', 'path', 'kind', 'columns', 'root', 'quotes', 'language_tag', 'max_rows', 'split', 'subset'}
-        path, roles = str(s.get('path', '')), {'audio', 'text', 'speaker', 'language'}
-        kind = kind_of(s) if os.path.exists(path) or s.get('kind') == 'hf' else 'none'
-        need = set() if kind in ('parquet', 'hf') else {'audio', 'text'}
-        for fault, complaint in ((unknown, f"unknown {', '.join(sorted(map(repr, unknown)))}"),
-                                 (not name.strip() or '/' in name or name in [x.get('name') for x in sources[:i]],
-                                  f"name {name!r}: one of its own, without '/'"),
-                                 (kind == 'none', f"path {s.get('path')!r}: no such table or folder (a Hub name takes 'kind': 'hf')"),
-                                 (kind not in KINDS, f"kind {s.get('kind')!r} of {path}: one of {', '.join(KINDS)}"),
-                                 (kind in KINDS and os.path.isdir(path) != (kind == 'folder') and kind not in ('parquet', 'hf'), f'path {path!r}: kind {kind!r} and a folder do not go together'),
-                                 (most is not None and (not isinstance(most, int) or most < 1), f'max_rows {most!r}: 1 or more'),
-                                 (not need <= set(columns) <= roles | ({'layers', 'encoded_len'} if not need else set())
-                                  or {type(c) for c in columns.values()} not in ({str}, {int} if need else {str}) or kind == 'folder' and 'columns' in s,
-                                  f'columns {columns}: audio, text, speaker? and language?, by name, or all by number in a table without header')):
-            if fault:
-                stop(f'sources[{i}]: {complaint}')
+        complaint = fault_of(s) or f"name {s['name']!r}: another source has it" * (s['name'] in [x['name'] for x in sources[:i]])
+        if complaint:
+            stop(f'sources[{i}]: {complaint}')
     try:
         tok, path = load_tokenizer(tokenizer)
     except Exception as e:
@@ -565,8 +594,7 @@ if __name__ == '__main__':
         stop(f"special_tokens: {', '.join(sorted(wanted))} take five different ids below {length}, the length of {tokenizer}; got {special}")
 
     # the settings that the bytes depend on: those of an earlier run in the same place must be the same
-    opened = [open_arrow(s) if kind_of(s) in ('parquet', 'hf') else None for s in sources]
-    files = [o[2] if o else files_below(s['path'], (*AUDIO, '.txt')) if kind_of(s) == 'folder' else [s['path']] for s, o in zip(sources, opened)]
+    counts, readers, files, tokenized = zip(*((open_arrow if kind_of(s) in ('parquet', 'hf') else open_lines)(s) for s in sources))
     settings = json.loads(json.dumps({k: v for k, v in config.items() if k not in FREE}))       # tuples become lists, as in the file
     settings.update(special_tokens=special, version=VERSION, tokenizer_hash=sha256_of(path),
                     codec_hash=sha256_of(codec) if os.path.isfile(codec) else '')
@@ -596,15 +624,14 @@ if __name__ == '__main__':
         save(begun, lambda f: f.write(json.dumps(settings).encode()))
 
         # one pass over the tables: what is wrong with them is said now, not after a day of encoding
-        checked = [min(o[0], s.get('max_rows') or o[0]) if o else sum(1 for _ in itertools.islice((folder_rows if kind_of(s) == 'folder' else table_rows)(s), s.get('max_rows')))
-                   for s, o in zip(sources, opened)]
+        checked = [count() for count in counts]
         if not sum(checked):
             stop(f"no rows in {', '.join(s['path'] for s in sources)}")
         if world > 1:
             store.set('checked', json.dumps(checked))
-    total, units = sum(checked), []                     # a unit: source, rows start..stop of it, file
+    total, units = sum(checked), []                     # a unit: source, rows start..end of it, file
     for i, n in enumerate(checked):
-        step = unit_rows * (16 if opened[i] and opened[i][3] else 1)
+        step = unit_rows * (16 if tokenized[i] else 1)
         for start in range(0, n, step):
             units.append((i, start, min(start + step, n), os.path.join(building, f'unit-{unit_rows}-{len(units):06d}.npz')))
     missing = sum(not os.path.exists(unit[3]) for unit in units)
@@ -612,14 +639,14 @@ if __name__ == '__main__':
         print(f'{total:,} rows in {len(sources)} sources = {len(units):,} units of {unit_rows} rows, {len(units) - missing:,} of them done before')
 
     nano, spec = None, NANO
-    if not all(o and o[3] for o in opened):             # tokens need no codec
+    if not all(tokenized):                              # tokens need no codec
         from codec import NanoCodec
         if device == 'auto':
             import torch
             device = f'cuda:{local_rank}' if torch.cuda.is_available() else 'cpu'
         nano = NanoCodec(codec, device)
         spec = {'sample_rate': nano.sample_rate, 'hop': nano.hop, 'levels': list(nano.levels), 'groups': nano.groups}
-        if spec != NANO and any(o and o[3] for o in opened):
+        if spec != NANO and any(tokenized):
             stop(f'codec {codec} is {spec}, tokenized sources hold {NANO}')
     rate, hop, groups, radix = spec['sample_rate'], spec['hop'], spec['groups'], math.prod(spec['levels'])
     if not rank:
@@ -635,19 +662,12 @@ if __name__ == '__main__':
     # a rank that is done takes the next unit: none waits longer than a unit takes, whatever the clips' lengths
     taken = itertools.count() if world == 1 else (store.add('taken', 1) - 1 for _ in itertools.count())
     todo = (unit for unit in map(units.__getitem__, itertools.takewhile(lambda k: k < len(units), taken)) if not os.path.exists(unit[3]))
-    streams, at = [source_rows(i, s) for i, s in enumerate(sources)], [0] * len(sources)
     ahead, begin, said, seconds, dropped, done = deque(), time.time(), time.time(), 0, 0, 0
     for unit in itertools.chain(todo, [None]):      # None encodes what is still ahead
         if unit:
-            i, start, end, _ = unit
-            table = opened[i] and opened[i][1](start, end)
-            if table:
-                plain = table.select([c for c in table.column_names if not re.fullmatch(r'layer\d+|encoded_len', c)])
-                rows = list(source_rows(i, sources[i], ((start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1))))
-            else:
-                rows, at[i] = list(itertools.islice(streams[i], start - at[i], end - at[i])), end
-            tokenized = opened[i] and opened[i][3]
-            ahead.append((unit, rows, table if tokenized else None, [None if tokenized or 'reason' in r else read(r) for r in rows]))
+            part, table = readers[unit[0]](*unit[1:3])
+            rows = list(source_rows(unit[0], sources[unit[0]], part))
+            ahead.append((unit, rows, table, [None if table or 'reason' in r else read(r) for r in rows]))
         if not ahead or unit and len(ahead) < 2:
             continue
         (source, *_, file), rows, table, jobs = ahead.popleft()

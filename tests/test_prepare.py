@@ -211,7 +211,9 @@ def test_a_wrong_table_is_an_error_with_file_and_line(tmp_path, fake, name, data
 
 @pytest.mark.parametrize('change, said', (
     ({'name': 'a/b'}, "without '/'"), ({'path': 'nowhere.csv'}, 'no such table'), ({'pathh': 'x'}, "unknown 'pathh'"), ({'kind': 'xml'}, "kind 'xml'"),
-    ({'columns': {'audio': 'a', 'txt': 'b'}}, 'columns {'), ({'max_rows': -1}, 'max_rows')))
+    ({'columns': {'audio': 'a', 'txt': 'b'}}, 'columns {'), ({'max_rows': -1}, 'max_rows'),
+    ({'kind': 'folder'}, 'is not a folder'), ({'path': '.', 'kind': 'csv'}, 'is a folder'), ({'path': 'a/name'}, "takes 'kind': 'hf'"), ({'path': ROOT + '/tests/data/byte_tokenizer', 'kind': 'parquet'}, 'no .parquet file'),
+    ({'path': ROOT + '/tests/data/byte_tokenizer', 'kind': 'hf'}, 'byte_tokenizer, split'), ({'name': 7}, 'name 7')))
 def test_a_wrong_source_is_an_error(tmp_path, fake, change, said):
     assert said in prepare(tmp_path / 'out', ({**speech(tmp_path), **change},))
 

@@ -1,0 +1,16 @@
+# A corpus of several sources at full size. Paths and column names are examples: put your own. All keys of a source: prepare.py --help
+#   torchrun --nproc_per_node=8 prepare.py config/prepare.py
+sources = (
+    {'name': 'libri', 'path': 'data/raw/libri', 'kind': 'parquet', 'language_tag': 'en',                # an Audio column, as the Hub stores it
+     'columns': {'audio': 'audio', 'text': 'text_normalized', 'speaker': 'speaker_id'}},
+    {'name': 'lj', 'path': 'data/raw/LJSpeech-1.1/metadata.csv', 'language_tag': 'en'},                 # one voice without a name: null rows
+    {'name': 'mls_es', 'path': 'data/raw/mls_es/train.tsv', 'language_tag': 'es', 'root': 'data/raw/mls_es/audio'},
+    {'name': 'studio', 'path': 'data/raw/studio'},                                                      # <speaker>/<clip>.wav + .txt
+    {'name': 'tokens', 'path': 'data/raw/tokens', 'kind': 'hf', 'split': 'train', 'max_rows': 2_000_000},   # nano_layer_1..8, already encoded
+)
+out_dir = 'data/corpus'
+val_share = 0.002           # of texts; at 20 million rows 1 % is more than an evaluation reads
+val_speakers = 20
+num_workers = 4             # of each rank; a core reads and resamples 1,400 (48 kHz flac) to 3,900 (16 kHz wav) seconds of audio a second
+batch_seconds = 1000.0
+unit_rows = 1024
