@@ -96,9 +96,7 @@ def _load(name, device):
             if missing: raise ValueError(f'{name}: no weights {missing[0]} in the file ({len(missing)} missing)')
             super().load_instance_with_state_dict(instance, state_dict, strict)
 
-    local = name.endswith('.nemo')
-    if local and not os.path.isfile(name): raise FileNotFoundError(f'{name}: no such codec file')
-    load = functools.partial(AudioCodecModel.restore_from if local else AudioCodecModel.from_pretrained, name, map_location=device)
+    load = functools.partial(AudioCodecModel.restore_from if name.endswith('.nemo') else AudioCodecModel.from_pretrained, name, map_location=device)
     config = load(return_config=True, save_restore_connector=Connector())
     OmegaConf.set_struct(config, False)
     # Training-only parts. One of the discriminators, the speaker loss and the distillation loss each build another model and fetch its
@@ -110,7 +108,17 @@ def _load(name, device):
 class NanoCodec:
     def __init__(self, name_or_path, device='cpu'):
         self.id, self.device = str(name_or_path), torch.device(device)
-        with _quiet(): self.model = _load(self.id, self.device).eval().requires_grad_(False)
+        beside = os.path.join(os.path.dirname(os.path.abspath(__file__)), self.id)   # a checkpoint names assets/tiny/codec.nemo, used from elsewhere
+        name = self.id if os.path.exists(self.id) or not self.id.endswith('.nemo') or not os.path.exists(beside) else beside
+        if name.endswith('.nemo') and not os.path.isfile(name): raise FileNotFoundError(f'{name}: no such codec file')
+        if not name.endswith('.nemo') and (os.path.isfile(name) or name.count('/') != 1): raise ValueError(f'codec {name}: neither a .nemo file nor a Hub name (user/model)')
+        try:
+            with _quiet(): self.model = _load(name, self.device).eval().requires_grad_(False)
+        except ImportError:
+            raise
+        except Exception as e:                                                       # tarfile's, yaml's, the Hub's, torch's own types, some over many lines
+            line = ' '.join(f'{e}'.split()) or type(e).__name__
+            raise (OSError if isinstance(e, OSError) else ValueError)(line if line.startswith(name) else f'codec {name}: {line}') from e
         self.limit = 256 if self.device.type == 'cpu' else 8192                      # frames a batch; on a CPU more than its cache holds is slower
         quantizer = self.model.vector_quantizer
         self.sample_rate, self.hop = self.model.sample_rate, self.model.samples_per_frame
@@ -167,27 +175,26 @@ class NanoCodec:
 
     @functools.cached_property
     def context(self):
-        """Frames of the past that the decoder hears, measured: the first of 96 random frames is changed, the last changed sample counts."""
+        """Frames of the past that the decoder hears, measured: one of 96 random frames is changed, the last changed sample counts."""
+        at, shape = 16, (2, 96, self.groups)                                         # two draws; a fixed seed of their own
         with torch.inference_mode():
-            shape = (4, 96, self.groups)                                             # four draws; a fixed seed of their own
             codes = unfold(torch.randint(math.prod(self.levels), shape, generator=torch.Generator().manual_seed(0)), self.levels).to(self.device)
-            first, last = codes.clone(), codes.clone()
-            first[:, 0], last[:, -1] = codes[:, 1], codes[:, 0]
-            audio = self._decode(codes)
-            reach = ((self._decode(first) - audio).abs() > 1e-6).any(0).nonzero().max().item() // self.hop
-            early = ((self._decode(last) - audio).abs() > 1e-6).any(0).nonzero().min().item() // self.hop
-        if early < shape[1] - 1: raise ValueError(f'{self.id}: its decoder looks {shape[1] - 1 - early} frames ahead, stream() needs a causal one')
-        if reach > shape[1] - 2: raise ValueError(f'{self.id}: its decoder hears more than {shape[1] - 2} frames back')
+            other = codes.clone()
+            other[:, at] = codes[:, 0]
+            changed = ((self._decode(other) - self._decode(codes)).abs() > 1e-6).any(0).nonzero()[:, 0] // self.hop - at
+        early, reach = changed.min().item(), changed.max().item()
+        if early < 0: raise ValueError(f'{self.id}: its decoder looks {-early} frames ahead, stream() needs a causal one')
+        if reach > shape[1] - at - 2: raise ValueError(f'{self.id}: its decoder hears more than {shape[1] - at - 2} frames back')
         return reach + 1                                                             # one to spare
 
     @torch.inference_mode()
     def stream(self, chunks):
         """Iterator of code chunks [n, groups] or [n, channels] -> yields float32 [n * hop]. Each chunk is decoded behind the last `context` frames,
         all that a causal decoder hears, so the pieces equal one decode of the whole but for float rounding (under 1e-4; tested)."""
-        past = None
+        context, past = self.context, None                                           # measured before the first piece: a pause after it would be heard
         for chunk in chunks:
             new = self._channels(chunk)
             if not len(new): continue
             codes = new if past is None else torch.cat([past, new])
             yield self._decode(codes[None])[0, -len(new) * self.hop:].float().cpu().numpy()
-            past = codes[-self.context:]
+            past = codes[-context:]

@@ -110,6 +110,26 @@ def test_stream_equals_decode(nano, size):
     assert np.abs(np.concatenate(pieces) - whole).max() < 1e-4
     assert nano.context < len(codes) // 2                                            # the test saw chunks with a cut past
 
+def test_stream_measures_before_the_first_piece(nano):
+    nano.__dict__.pop('context', None)                                               # a fresh codec
+    before = nano.context
+    del nano.__dict__['context']
+    next(nano.stream([np.zeros((2, 8), np.uint16)]))
+    assert nano.__dict__['context'] == before
+
+@pytest.mark.parametrize('name, words', [('text.nemo', 'text.nemo: '), ('tar.nemo', 'tar.nemo: '), ('text.txt', 'neither a .nemo file nor a Hub name'), ('nobody/nothing', 'nobody/nothing')])
+def test_foreign_codecs_are_one_line(nano, tmp_path, monkeypatch, name, words):
+    monkeypatch.setattr('huggingface_hub.constants.HF_HUB_OFFLINE', True)
+    monkeypatch.chdir(tmp_path)
+    for text in ('text.nemo', 'text.txt'): (tmp_path / text).write_text('no codec')
+    with tarfile.open('tar.nemo', 'w') as tar: tar.add('text.txt')
+    with pytest.raises((OSError, ValueError)) as e: NanoCodec(name)
+    assert words in str(e.value) and '\n' not in str(e.value)
+
+def test_found_beside_the_code(nano, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert NanoCodec('assets/tiny/codec.nemo').id == 'assets/tiny/codec.nemo'        # what a checkpoint of the offline profile names
+
 def test_bad_input(nano):
     with pytest.raises(ValueError, match='clip 1'): nano.encode([np.zeros(10, np.float32), np.zeros(0, np.float32)])
     with pytest.raises(ValueError, match='clip 0: .*one channel'): nano.encode([np.zeros((2, 10), np.float32)])
