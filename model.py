@@ -155,9 +155,20 @@ def config_from_json(j, where='gepard_config.json'):
         projected = bool(vc['enabled'] and sup['enabled'] and sup['use_projection'])
         cfg.supcon_hidden = sup['projection_hidden_dim'] if projected else 0
         cfg.supcon_dim = (sup['projection_dim'] if projected else cfg.hidden_size) if sup['enabled'] else 0
+        if cfg.num_queries and cfg.hidden_size % cfg.prefix_heads:
+            raise ValueError(f'{where}: compressor num_heads {cfg.prefix_heads} does not divide d_model {cfg.hidden_size}')
+        # what is used later, not here: named now
+        [cfg.codec[k] for k in ('codec_id', 'sample_rate')], repeats(1, cfg.text_repetition)
+        if list(cfg.codec['fsq_levels']) * cfg.codec['num_layers'] != cfg.levels:
+            raise ValueError(f"{where}: audio_heads are not codec fsq_levels {cfg.codec['fsq_levels']} x num_layers {cfg.codec['num_layers']}")
+        for key in ('start_of_text', 'end_of_text', 'start_of_speech'):
+            if not 0 <= cfg.special_tokens[key] < cfg.vocab_size:
+                raise ValueError(f'{where}: {key} {cfg.special_tokens[key]} is not an id below vocab_size {cfg.vocab_size}')
         return cfg
     except KeyError as e:
         raise ValueError(f'{where}: missing key {e}') from None
+    except (TypeError, AttributeError, IndexError) as e:
+        raise ValueError(f'{where}: a value of the wrong kind ({e})') from None
 
 # -----------------------------------------------------------------------------
 # text layout
@@ -603,7 +614,7 @@ def losses(out, batch, cfg, count, diversity_weight=0.0, supcon_weight=0.0, supc
 
 def ramp(step, weight, start, length):
     """Regularizer weight at a step: 0 until start, then linear to full weight over `length` steps."""
-    return weight * min(max((step - start) / length, 0.0), 1.0)
+    return weight * min(max((step - start) / max(length, 1), 0.0), 1.0)
 
 # -----------------------------------------------------------------------------
 # preference training
@@ -865,7 +876,10 @@ def local_or_hub(name, patterns):
     if name.count('/') != 1 or name.startswith(('.', '/')):
         raise FileNotFoundError(f'{name}: no such folder (and not a Hub name of the form user/model)')
     from huggingface_hub import snapshot_download
-    return snapshot_download(name, allow_patterns=patterns)
+    try:
+        return snapshot_download(name, allow_patterns=patterns)
+    except Exception as e:      # the client has many error types of its own
+        raise OSError(f"{name}: no such folder, and as a Hub name: {' '.join(str(e).split())[:200]}") from None
 
 
 def read_tensors(folder, file='model.safetensors'):
@@ -924,6 +938,9 @@ def load_checkpoint(name, device='cpu', dtype=torch.float32):
         raise ValueError(f'{folder}/model.safetensors: missing {e}') from None
     except ValueError as e:
         raise ValueError(f'{folder}/model.safetensors: {e}') from None
+    broken = [k for k, v in state.items() if not torch.isfinite(v).all()]
+    if broken:
+        raise ValueError(f'{folder}/model.safetensors: NaN or infinite values in {broken[:4]}: the run that wrote it had diverged')
     off = () if cfg.num_queries and cfg.supcon_hidden else ('supcon_head.',) if cfg.num_queries else ('supcon_head.', 'ref_compressor.', 'null_prefix')
     load_strict(model, {k: v.float() for k, v in state.items()}, f'{folder}/model.safetensors', may_miss=('supcon_head.',), may_ignore=off)
     return model.to(device=device, dtype=dtype).eval(), folder

@@ -7,7 +7,7 @@ Trains the base model on a corpus made by prepare.py.
 
 Written to out_dir: checkpoint-<step>/ (a whole checkpoint that sample.py speaks from, with resume.pt beside the weights),
 metrics.jsonl, curves.png, samples/step-<n>/ (prompts spoken at each evaluation). Started again, it goes on from the newest
-checkpoint; another number of ranks is fine. SIGTERM saves and ends with exit code 0.
+checkpoint; another number of ranks is fine. SIGTERM saves and ends with exit code 0 (torchrun reports the signal all the same).
 At step 0 the code loss is 60.9 (sum of ln L over 32 channels: every code equally likely).
 """
 import json, math, os, signal, sys, time
@@ -86,23 +86,27 @@ def validate():
     bad = []
     rule = lambda ok, text: ok or bad.append(text)
     for name in ('batch_size', 'gradient_accumulation', 'epochs', 'log_interval', 'save_interval', 'learning_rate', 'K', 'max_bad_steps',
-                 'ref_min_seconds', 'stop_loss_weight', 'stop_pos_weight', 'hidden_size', 'num_hidden_layers', 'audio_embed_dim'):
+                 'ref_min_seconds', 'stop_loss_weight', 'stop_pos_weight', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'head_dim',
+                 'num_attention_heads', 'num_key_value_heads', 'audio_embed_dim', 'rope_theta', 'prefix_layers', 'prefix_heads'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
     for name in ('max_steps', 'warmup_steps', 'eval_interval', 'num_workers', 'grad_clip', 'weight_decay', 'P', 'M', 'num_queries', 'keep_checkpoints',
-                 'diversity_weight', 'supcon_weight', 'lr_audio', 'lr_embed', 'lr_ref', 'speak_temperature', 'reg_start'):
+                 'diversity_weight', 'supcon_weight', 'lr_audio', 'lr_embed', 'lr_ref', 'speak_temperature', 'reg_start', 'seed'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
-    for name in ('null_prob', 'prefix_dropout'):
+    for name in ('null_prob', 'prefix_dropout', 'beta1', 'beta2'):
         rule(0 <= config[name] < 1, f'{name} must be in [0, 1), got {config[name]}')
     rule(ref_max_seconds >= ref_min_seconds, f'ref_max_seconds {ref_max_seconds} is below ref_min_seconds {ref_min_seconds}')
     rule(not eval_interval or eval_batches > 0, 'eval_batches must be above 0 when eval_interval is')
-    rule(num_attention_heads % num_key_value_heads == 0,
+    divides = lambda a, b: b > 0 and a % b == 0
+    rule(head_dim % 2 == 0, f'head_dim must be even, got {head_dim}')
+    rule(divides(num_attention_heads, num_key_value_heads),
          f'num_key_value_heads {num_key_value_heads} does not divide num_attention_heads {num_attention_heads}')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
     if num_queries:
+        rule(P > 0, f'P must be above 0, got {P}')
         rule(batch_size == P * K + M, f'batch_size {batch_size} must equal P*K + M = {P}*{K} + {M} = {P * K + M}')
         rule(not supcon_weight or (P >= 2 and K >= 2), f'SupCon (supcon_weight {supcon_weight}) needs P >= 2 and K >= 2, got P {P}, K {K}')
-        rule(init_from != 'scratch' or hidden_size % prefix_heads == 0, f'prefix_heads {prefix_heads} does not divide hidden_size {hidden_size}')
+        rule(init_from != 'scratch' or divides(hidden_size, prefix_heads), f'prefix_heads {prefix_heads} does not divide hidden_size {hidden_size}')
     else:
         rule(not supcon_weight, f'supcon_weight {supcon_weight} needs voice cloning (num_queries > 0)')
     try:
@@ -120,7 +124,7 @@ def validate():
 
 validate()
 
-import heapq, shutil, subprocess
+import fcntl, heapq, pickle, shutil, subprocess
 from contextlib import nullcontext
 
 import numpy as np
@@ -130,7 +134,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import model as gepard
-from prepare import Corpus, encode_text, load_tokenizer
+from prepare import Corpus, encode_text, load_tokenizer, sha256_of
 
 # ---- setup
 
@@ -139,6 +143,8 @@ rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), (
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
 compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
+if device == 'cuda' and not torch.cuda.is_available():
+    sys.exit(f'pretrain.py: device is cuda, but torch {torch.__version__} sees none')
 if device == 'cuda':
     torch.cuda.set_device(local_rank)
     torch.set_float32_matmul_precision('high')
@@ -162,11 +168,24 @@ def all_sum(x):
 
 # ---- data
 
+here = os.path.dirname(os.path.abspath(__file__))
+beside = lambda name: os.path.join(here, name) if not os.path.exists(name) and os.path.exists(os.path.join(here, name)) else name
 try:
+    os.makedirs(out_dir, exist_ok=True)
+    if rank == 0:
+        lock = open(os.path.join(out_dir, 'lock'), 'w')                 # held until this process ends
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     corpus = Corpus(data)
+    meta = corpus.meta
+    tokenizer, tokenizer_file = load_tokenizer(beside(meta['tokenizer']['id']))
+    if meta['tokenizer']['hash'] != sha256_of(tokenizer_file):
+        fail(f'{tokenizer_file} is not the tokenizer that {data} was built with: its text ids would mean other words')
+    if speak and meta['codec']['id'].endswith('.nemo') and not os.path.isfile(beside(meta['codec']['id'])):
+        fail(f"{data} was built with the codec {meta['codec']['id']}, which is not there to speak with: --speak= speaks nothing")
+except BlockingIOError:
+    fail(f'another run is writing to {out_dir}')
 except (ValueError, OSError) as e:
     fail(e)
-meta = corpus.meta
 frame_rate = meta['codec']['sample_rate'] / meta['codec']['hop']        # 21.533, not the 21.5 of published configs
 rows, speaker_of = corpus.rows, corpus.rows['speaker']
 train_rows, val_rows = corpus.split('train'), corpus.split('val')
@@ -214,7 +233,7 @@ def plan_epoch(epoch):
     batches = np.stack(batches)[rng.permutation(len(batches))]
     pool = train_rows[speaker_of[train_rows] < 0]
     pool = pool if len(pool) else train_rows                            # no null rows in the corpus: any row, without its voice
-    nulls = np.resize(rng.permutation(pool), len(batches) * M).reshape(-1, M)
+    nulls = np.resize(rng.permutation(pool), len(batches) * M).reshape(len(batches), M)
     return np.concatenate((batches, ~nulls), 1)
 
 
@@ -279,6 +298,8 @@ audio |= dict(
     special_tokens={'tokeniser_length': meta['tokenizer']['length'], **special},
     codec=dict(num_layers=meta['codec']['groups'], fsq_levels=list(meta['codec']['levels']), do_unfold=True, frame_rate_hz=21.5,
                codec_id=meta['codec']['id'], sample_rate=meta['codec']['sample_rate']))
+shape = {k: config[k] for k in ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads',
+                                'head_dim', 'rope_theta', 'max_position_embeddings')}
 newest = gepard.latest_checkpoint(out_dir)
 if newest and not resume:
     fail(f'{out_dir} holds {newest}: choose another out_dir, or --resume=true to go on')
@@ -291,15 +312,17 @@ try:
         state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True, mmap=True)
         step, epoch, micro = state['step'], state['epoch'], state['micro']
         say(f'resumed {newest}: step {step}, epoch {epoch}, micro-batch {micro}')
-        for key, old in gepard.read_json(os.path.join(newest, 'training_metadata.json'))['config'].items():
-            if key in config and json.dumps(old) != json.dumps(config[key]):
-                say(f'  {key} was {old!r}, is {config[key]!r}')
-        for key, want in audio.items():
+        before = gepard.read_json(os.path.join(newest, 'training_metadata.json'))['config']
+        changed = [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]
+        for key in changed:
+            say(f'  {key} was {before[key]!r}, is {config[key]!r}')
+        if micro and {'data', 'batch_size', 'P', 'K', 'M', 'seed', 'num_queries'} & set(changed):
+            say(f'  so epoch {epoch} has other batches and starts over')
+            micro = 0
+        for key, want in (audio | (shape if init_from == 'scratch' else {})).items():
             if json.dumps(getattr(cfg, key)) != json.dumps(want) and key not in ('null_prob', 'stop_loss_weight', 'stop_pos_weight'):
                 fail(f'{newest} has {key} {getattr(cfg, key)!r}, corpus and config say {want!r}')
     elif init_from == 'scratch':
-        shape = {k: config[k] for k in ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads',
-                                        'head_dim', 'rope_theta', 'max_position_embeddings')}
         cfg = gepard.Config(vocab_size=-(-ids_needed // 64) * 64, **shape, **audio)
         model = gepard.Gepard(cfg)
         model.init_weights(seed)
@@ -308,8 +331,8 @@ try:
         model = gepard.Gepard(cfg)
         gepard.load_qwen(model, init_from)
         model.init_weights(seed, backbone=False)
-except (ValueError, OSError) as e:
-    fail(e)
+except (ValueError, OSError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as e:
+    fail(f'{newest}: cannot go on from it ({e}); without that folder the run goes on from the one before' if newest else e)
 cfg.null_prob, cfg.stop_loss_weight, cfg.stop_pos_weight = null_prob, stop_loss_weight, stop_pos_weight
 if ids_needed > cfg.vocab_size:
     fail(f"{data}: tokenizer {meta['tokenizer']['id']} needs {ids_needed} ids, the model has {cfg.vocab_size}")
@@ -382,16 +405,18 @@ def whole(t):
 def save():
     """Every rank takes part (shards are gathered), rank 0 writes."""
     path = os.path.join(out_dir, f'checkpoint-{step}')
-    if os.path.exists(path):
+    if path == gepard.latest_checkpoint(out_dir):
         return
     weights = {k: whole(v) for k, v in model.state_dict().items()}
+    if not all(torch.isfinite(v).all() for v in weights.values()):
+        fail(f'the weights are not finite after step {step}; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
     moments = {name: {k: whole(v) for k, v in optimizer.state[p].items()} for name, p in model.named_parameters() if p in optimizer.state}
     if rank == 0:
         metadata = {'stage': 'pretrain', 'step': step, 'parent': init_from, 'config': config, 'corpus': {k: meta[k] for k in ('sources', 'rows', 'frames')},
                     'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
                     'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
-        tokenizer_dir = os.path.dirname(load_tokenizer(meta['tokenizer']['id'])[1])
-        gepard.save_checkpoint(path, weights, cfg, tokenizer_dir, metadata, lambda folder: torch.save(
+        shutil.rmtree(path, ignore_errors=True)                         # of that name and not whole: not ours
+        gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), metadata, lambda folder: torch.save(
             {'optimizer': moments, 'step': step, 'epoch': epoch, 'micro': micro}, os.path.join(folder, 'resume.pt')))
         for _, old in gepard.checkpoints(out_dir)[:-keep_checkpoints] if keep_checkpoints else []:
             shutil.rmtree(old)
@@ -429,7 +454,7 @@ def speak_prompts():
     if rank:
         return
     from codec import NanoCodec, save_spectrogram, save_wav
-    codec = codec or NanoCodec(meta['codec']['id'], device=device)
+    codec = codec or NanoCodec(beside(meta['codec']['id']), device=device)
     voice = model
     if ddp:
         voice = gepard.Gepard(cfg)
@@ -438,7 +463,7 @@ def speak_prompts():
     voice.eval()
     folder = os.path.join(out_dir, 'samples', f'step-{step}')
     os.makedirs(folder, exist_ok=True)
-    prefix, tokenizer = None, load_tokenizer(meta['tokenizer']['id'])[0]
+    prefix = None
     if num_queries:
         voices = [i for i in val_rows if speaker_of[i] >= 0] or list(train_rows[speaker_of[train_rows] >= 0])
         prefix = voice.voices([reference(voices[n * len(voices) // len(speak)], all_clips, np.random.default_rng(seed)) for n in range(len(speak))])
@@ -473,21 +498,19 @@ def curves():
 
 # ---- the loop
 
-os.makedirs(out_dir, exist_ok=True)
 metrics_path = os.path.join(out_dir, 'metrics.jsonl')
 codec, wandb, git = None, None, ''
 if rank == 0:
     try:
-        here = os.path.dirname(os.path.abspath(__file__))
         git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=here).stdout.strip()
     except OSError:                                                     # no git here
         pass
     kept = []
-    for line in open(metrics_path, encoding='utf-8') if os.path.exists(metrics_path) else []:
+    for line in open(metrics_path, encoding='utf-8', errors='replace') if os.path.exists(metrics_path) else []:
         try:                                                            # drop what a resumed run will write again, and a line cut by a kill
             kept += [line] if json.loads(line)['step'] <= step else []
-        except ValueError:
-            pass
+        except (ValueError, TypeError, KeyError):
+            say(f'{metrics_path}: dropped a line that is no record: {line[:60]!r}')
     with open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
         f.writelines(kept)
     os.replace(metrics_path + '.tmp', metrics_path)
@@ -496,7 +519,10 @@ if rank == 0:
             import wandb
         except ImportError:
             fail('wandb_project is set, but wandb is not installed: pip install wandb')
-        wandb.init(project=wandb_project, name=os.path.basename(out_dir), config=config)
+        try:
+            wandb.init(project=wandb_project, name=os.path.basename(out_dir), config=config)
+        except Exception as e:                                          # no key, no network, ...
+            fail(f'wandb: {e}')
 
 
 def record(values):
@@ -505,6 +531,19 @@ def record(values):
             f.write(json.dumps({'step': step, **values}) + '\n')
         if wandb:
             wandb.log(values, step=step)
+
+
+def settle():
+    """Look at the pending steps' flags (the host waits here): name the skipped ones, end the run after too many in a row."""
+    global bad_steps
+    for s, e, m, flag in pending:
+        bad_steps = bad_steps + 1 if flag.item() else 0
+        if bad_steps:
+            numbers = plan_epoch(e)[m:m + per_step].ravel()
+            say(f'step {s}: non-finite gradient, step skipped ({bad_steps} in a row); rows {np.where(numbers < 0, ~numbers, numbers).tolist()}')
+        if bad_steps >= max_bad_steps:
+            fail(f'{bad_steps} steps in a row with a non-finite gradient; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
+    pending.clear()
 
 stopping = []
 signal.signal(signal.SIGTERM, lambda *a: stopping.append(1))
@@ -561,14 +600,7 @@ while step < total_steps:
     stop_now = False
     if step % log_interval == 0 or step == total_steps or stopping and not ddp:
         stop_now = all_sum(torch.tensor(float(len(stopping)), device=device)).item() > 0    # ranks agree, here only
-        for s, e, m, flag in pending:
-            bad_steps = bad_steps + 1 if flag.item() else 0
-            if bad_steps:
-                numbers = plan_epoch(e)[m:m + per_step].ravel()
-                say(f'step {s}: non-finite gradient, step skipped ({bad_steps} in a row); rows {np.where(numbers < 0, ~numbers, numbers).tolist()}')
-            if bad_steps >= max_bad_steps:
-                fail(f'{bad_steps} steps in a row with a non-finite gradient; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
-        pending = []
+        settle()
         sums = all_sum(sums)
         code, stop, div, sup, hits, false = sums.tolist()
         seconds = time.time() - clock
@@ -586,7 +618,11 @@ while step < total_steps:
             f"loader {100 * values['loader_wait']:.0f}%, ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
         clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
     if step % save_interval == 0 or step == total_steps or stop_now:
-        save()
+        settle()
+        if not bad_steps:                                               # never in a bad streak: older checkpoints go when a new one is whole
+            save()
+        elif step == total_steps:
+            fail(f'the run ends in {bad_steps} bad steps; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
     if stop_now:
         say(f'stopped by SIGTERM at step {step}')
         break

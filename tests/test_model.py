@@ -607,7 +607,6 @@ def test_older_files(saved):
     model, folder = M.load_checkpoint(saved)
     assert folder == saved and not model.training
     assert all(torch.equal(v, want[k]) for k, v in model.state_dict().items() if not k.startswith('supcon_head.'))
-    assert model.init_contrastive == ['supcon_head.fc1.weight', 'supcon_head.fc1.bias', 'supcon_head.fc2.weight']
 
 
 def test_bfloat16_round_trip(tmp_path):
@@ -734,3 +733,21 @@ def test_tensors_of_parts_switched_off_are_passed_over(tmp_path):
     again, _ = M.load_checkpoint(path)
     assert again.cfg.num_queries == 0 and not hasattr(again, 'null_prefix')
     assert torch.equal(again.model.norm.weight, model.model.norm.weight)
+
+
+@pytest.mark.parametrize('change, words', [
+    (lambda j: j['special_tokens'].update(start_of_text=99999), 'start_of_text 99999 is not an id below vocab_size'),
+    (lambda j: j['special_tokens'].pop('start_of_speech'), "missing key 'start_of_speech'"),
+    (lambda j: j['text_repetition'].pop('enabled'), "missing key 'enabled'"),
+    (lambda j: j['codec'].pop('codec_id'), "missing key 'codec_id'"),
+    (lambda j: j['voice_cloning']['compressor'].update(num_heads=3), 'num_heads 3 does not divide'),
+    (lambda j: j.update(audio_heads=[8, 7]), 'a value of the wrong kind'),
+    (lambda j: j['codec'].update(num_layers=7), 'audio_heads are not codec fsq_levels'),
+])
+def test_damaged_config_is_one_named_line(change, words):
+    j = tiny_model().cfg.to_json('float32')
+    j = json.loads(json.dumps(j))
+    change(j)
+    with pytest.raises(ValueError) as e:
+        M.config_from_json(j, 'x/gepard_config.json')
+    assert str(e.value).startswith('x/gepard_config.json: ') and words in str(e.value)

@@ -36,7 +36,7 @@ def write_corpus(path, speakers=5, clips=6, nulls=5, seed=0):
     np.array(rows, prepare.ROW).tofile(os.path.join(path, 'index.bin'))
     meta = {'magic': prepare.MAGIC, 'version': prepare.VERSION, 'rows': len(rows), 'frames': frames, 'tokens': tokens,
             'codec': {'id': 'none', 'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8},
-            'tokenizer': {'id': TOKENIZER, 'hash': '', 'length': 446}, 'sources': [], 'settings': {'min_clips_per_speaker': 3},
+            'tokenizer': {'id': TOKENIZER, 'hash': prepare.sha256_of(os.path.join(TOKENIZER, 'tokenizer.json')), 'length': 446}, 'sources': [], 'settings': {'min_clips_per_speaker': 3},
             'special_tokens': {'start_of_speech': 256, 'end_of_speech': 257, 'start_of_text': 258, 'end_of_text': 259, 'tts_pad': 260},
             'speakers': [f'x/{s}' for s in range(speakers)]}
     with open(os.path.join(path, 'meta.json'), 'w') as f:
@@ -166,20 +166,22 @@ def test_sigterm_saves(corpus, tmp_path):
     assert M.latest_checkpoint(out)
 
 
-def test_non_finite_gradient_is_skipped_and_named(ten, corpus, tmp_path):
-    """A weight made NaN: every step is skipped, weights stay, the run stops and names the rows."""
+def test_divergence_is_named_and_the_last_good_checkpoint_stays(ten, corpus, tmp_path):
+    """A learning rate that blows the weights up: bad steps are skipped and named with their rows, nothing is saved, the
+    run ends with the checkpoint from before."""
     import shutil
     from safetensors.torch import save_file
     out = str(tmp_path / 'run')
     shutil.copytree(ten[0], out)
     shutil.rmtree(os.path.join(out, 'checkpoint-10'))
+    text = run(out, corpus, '--max_steps=30', '--max_bad_steps=3', '--learning_rate=1e30', '--warmup_steps=1', '--save_interval=4', '--keep_checkpoints=1', code=2)
+    assert 'non-finite gradient, step skipped (1 in a row); rows [' in text and '3 steps in a row' in text
+    assert 'newest whole checkpoint is ' + os.path.join(out, 'checkpoint-5') in text and M.checkpoints(out) == [(5, os.path.join(out, 'checkpoint-5'))]
     path = os.path.join(out, 'checkpoint-5', 'model.safetensors')
     w = load_file(path)
     w['codebook_heads.3.bias'][0] = float('nan')
     save_file(w, path)
-    text = run(out, corpus, '--max_steps=10', '--max_bad_steps=3', code=2)
-    assert 'step 5: non-finite gradient, step skipped (1 in a row); rows [' in text and '3 steps in a row' in text
-    assert 'checkpoint-5' in text and not os.path.exists(os.path.join(out, 'checkpoint-10'))
+    assert "NaN or infinite values in ['codebook_heads.bias']" in run(out, corpus, code=2)
 
 
 @pytest.mark.parametrize('flags, words', [
@@ -194,6 +196,11 @@ def test_non_finite_gradient_is_skipped_and_named(ten, corpus, tmp_path):
     (['--gradient_accumulation=50'], 'lower gradient_accumulation'),
     (['--init_from=no_such_model'], 'no such folder'),
     (['--learnin_rate=1'], 'learning_rate'),
+    (['--P=0', '--M=8'], 'P must be above 0'),
+    (['--num_key_value_heads=0'], 'num_key_value_heads must be above 0'),
+    (['--head_dim=15'], 'head_dim must be even'),
+    (['--beta2=1.5'], 'beta2 must be in [0, 1)'),
+    (['--out_dir=/proc/nowhere'], '/proc/nowhere'),
 ])
 def test_refusals_are_one_line(corpus, tmp_path, flags, words):
     r = subprocess.run(command(str(tmp_path / 'run'), corpus, *flags), capture_output=True, text=True)
@@ -203,6 +210,40 @@ def test_refusals_are_one_line(corpus, tmp_path, flags, words):
 def test_resume_refused_where_it_is_not_wanted(ten, corpus):
     assert 'choose another out_dir' in run(ten[0], corpus, '--resume=false', code=2)
     assert 'has num_queries 8' in run(ten[0], corpus, '--num_queries=4', code=2)
+    assert 'has hidden_size 32' in run(ten[0], corpus, '--hidden_size=64', code=2)
+
+
+def test_damaged_resume_state_and_log(ten, corpus, tmp_path):
+    import shutil
+    out = str(tmp_path / 'run')
+    shutil.copytree(ten[0], out)
+    with open(os.path.join(out, 'metrics.jsonl'), 'ab') as f:
+        f.write(b'[1]\n\xff\xfe\n{"step": ')
+    os.makedirs(os.path.join(out, 'checkpoint-12'))                      # not whole: in the way of a save
+    text = run(out, corpus, '--max_steps=12', '--M=0', '--batch_size=6')
+    assert 'no record' in text and 'has other batches and starts over' in text
+    assert sorted(log(out)) == list(range(1, 13)) and M.checkpoints(out)[-1][0] == 12
+    state = os.path.join(out, 'checkpoint-12', 'resume.pt')
+    os.truncate(state, os.path.getsize(state) // 2)
+    assert 'checkpoint-12: cannot go on from it' in run(out, corpus, '--max_steps=20', code=2)
+
+
+def test_another_tokenizer_or_a_second_run_is_refused(corpus, tmp_path):
+    import fcntl, shutil
+    mine, tok = str(tmp_path / 'corpus'), str(tmp_path / 'tok')
+    shutil.copytree(corpus, mine)
+    shutil.copytree(TOKENIZER, tok)
+    meta = M.read_json(mine + '/meta.json')
+    meta['tokenizer']['id'] = tok
+    with open(mine + '/meta.json', 'w') as f:
+        json.dump(meta, f)
+    with open(tok + '/tokenizer.json', 'a') as f:
+        f.write('\n')
+    assert 'is not the tokenizer' in run(str(tmp_path / 'a'), mine, code=2)
+    os.makedirs(tmp_path / 'b')
+    with open(tmp_path / 'b' / 'lock', 'w') as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert 'another run is writing' in run(str(tmp_path / 'b'), corpus, code=2)
 
 
 def test_epoch_plan(corpus, tmp_path):
