@@ -9,9 +9,10 @@ Files first, in their order, then flags; the later one wins. After nanoGPT's con
 an error in a file as in a flag, and a value must be of its default's type. Every error is one line, exit code 2.
 A config file is Python: it sees the values so far, and may import modules, define functions and `_helpers`.
 """
-import ast, copy, difflib, os, sys, textwrap, types
+import ast, copy, difflib, os, sys, textwrap, traceback, types
 
 WORDS = {'true': True, 'True': True, '1': True, 'false': False, 'False': False, '0': False}
+INF = float('inf')
 PLAIN = (int, float, str, type(None), tuple, list, dict)        # bool is an int
 
 def literal(text):
@@ -35,7 +36,8 @@ def coerce(value, default, text=False):
             return type(default)(coerce(x, item, bare) for x in parts)
     if type(default) in (int, float):
         number = value if not text else float(value) if isinstance(default, float) else literal(value)
-        if type(number) in (int, float) and type(default)(number) == number:                # 1e3 is an int, 1.5 and nan are not
+        endless = abs(number) == INF != abs(default) if type(number) in (int, float) else True
+        if not endless and type(default)(number) == number:     # 1e3 is an int, 1.5 and nan are not
             return type(default)(number)
     value = literal(value) if text else value
     if default is None and isinstance(value, PLAIN) or isinstance(default, dict) and isinstance(value, dict):
@@ -54,14 +56,19 @@ def configure(g, argv=None):
         print(os.path.basename(script) + ': ' + ' '.join(message.split()), file=sys.stderr)
         sys.exit(2)
 
-    def put(key, value, where, dash='', text=False):
+    def known(key, value, where, dash=''):
         if key not in default:
             near = difflib.get_close_matches(key, default, 1, 0.5)
-            fail(f'{where}: unknown key {dash}{key}, got {value!r}' + ''.join(f'; did you mean {dash}{k} (default {default[k]!r})?' for k in near))
+            fail(f'{where}: unknown key {dash}{key}, got {value!r}' + ''.join(f'; did you mean {dash}{k} (default {default[k]!r})?' for k in near)
+                 + ('' if dash else ' (a helper\'s name starts with _)'))
+
+    def put(key, value, where, dash='', text=False):
+        known(key, value, where, dash)
         try:
             value = coerce(value, default[key], text)
         except (ValueError, OverflowError):
-            fail(f'{where}: {dash}{key} takes {type(default[key]).__name__} (default {default[key]!r}), got {value!r}')
+            kind = 'true or false' if isinstance(default[key], bool) else type(default[key]).__name__
+            fail(f'{where}: {dash}{key} takes {kind} (default {default[key]!r}), got {value!r}')
         if repr(value) != repr(config[key]):
             config[key], origin[key] = value, where
 
@@ -80,10 +87,14 @@ def configure(g, argv=None):
             continue
         key, eq, value = arg[2:].partition('=')                 # the first '=' splits: a value may hold more of them
         key = key.replace('-', '_')
+        if not eq and (not rest or rest[0].startswith('--')):
+            known(key, None, 'flag', '--')
         if not eq and isinstance(default.get(key), bool) and (not rest or rest[0] not in WORDS):
+            if rest and not rest[0].startswith('--') and not rest[0].endswith('.py') and not os.path.exists(rest[0]):
+                fail(f'flag: --{key} takes true or false (default {default[key]!r}), got {rest[0]!r}')
             value = 'true'                                      # --compile alone is --compile=true
         elif not eq and (not rest or rest[0].startswith('--')):
-            fail(f'flag: --{key} takes a value (default {default.get(key, "unknown")!r}), got none')
+            fail(f'flag: --{key} takes a value (default {default[key]!r}), got none')
         elif not eq:
             value = rest.pop(0)
         flags.append((key, value))
@@ -93,11 +104,14 @@ def configure(g, argv=None):
         path = name if os.path.exists(name) or not os.path.exists(beside) else beside
         space = {**copy.deepcopy(config), '__file__': os.path.abspath(path), '__name__': 'config'}
         try:
-            tree = ast.parse(open(path, 'rb').read().decode('utf-8-sig'))
+            tree = ast.parse(open(path, 'rb').read().decode('utf-8-sig'), path)
             exec(compile(tree, path, 'exec'), space)
         except (Exception, SystemExit) as e:
-            line = getattr(e, 'lineno', None) or (e.__traceback__.tb_next.tb_lineno if e.__traceback__.tb_next else 0)
-            fail(f'{path}: no such config file (a flag is --key=value)' if not os.path.exists(path) else f'{path}:{line}: {type(e).__name__}: {e}')
+            lines = [t.lineno for t in traceback.extract_tb(e.__traceback__) if t.filename == path]
+            if isinstance(e, UnicodeDecodeError): lines = [e.object[:e.start].count(b'\n') + 1]
+            if isinstance(e, SyntaxError) and e.filename == path: lines = [e.lineno]
+            where = ':'.join([path, *(str(n) for n in lines[:1] if n)])                     # no line: the file is a folder, say
+            fail(f'{path}: no such config file (a flag is --key=value)' if not os.path.exists(path) else f'{where}: {type(e).__name__}: {e}')
         names = [getattr(t, 'id', '') for n in tree.body if isinstance(n, ast.Assign) for t in n.targets]
         for key, value in space.items():
             if key in default or key[0] != '_' and not isinstance(value, types.ModuleType) and not callable(value):

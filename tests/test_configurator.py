@@ -17,6 +17,7 @@ langs = ['en']            # a list of strings
 betas = (0.9, 0.999)
 extra = {{'a': 1}}
 eq = 'x'
+top = float('inf')        # no limit
 P = 4
 CONSTANT = 3              # not config
 _hidden = 1
@@ -38,7 +39,8 @@ FILES = {
     'number.py': b'name = 7\n',
     'bool.py': b'compile = 1\nbatch_size = True\n',
     'double.py': b'batch_size = 8\nbatch_size = 9\n',
-    'latin.py': 'name = "\u00e9"\n'.encode('latin-1'),
+    'latin.py': '\n\nname = "\u00e9"\n'.encode('latin-1'),
+    'inf.py': b'lr = float("inf")\n',
     'utf8.py': '\ufeffname = "\u00e9"\n'.encode(),
     'syntax.py': b'lr = 1\nlr = = 2\n',
     'raises.py': b'lr = 1\nlr = 1 / 0\n',
@@ -48,7 +50,7 @@ FILES = {
 TABLE = [
     ('', {}),
     ('--lr=1', {'lr': 1.0}),                                    # int widens to float
-    ('--lr 3e-4 --lr=-inf', {'lr': float('-inf')}),
+    ('--lr 3e-4 --lr=1e300', {'lr': 1e300}), ('--top=5', {'top': 5.0}), ('--top=-inf', {'top': float('-inf')}),
     ('--batch_size=1e3', {'batch_size': 1000}),                 # a whole float is an int
     ('--batch-size=3', {'batch_size': 3}),
     ('--batch_size 3', {'batch_size': 3}),
@@ -77,20 +79,22 @@ TABLE = [
     ('--batch_sise=3', 'unknown key --batch_sise', '--batch_size', '64', "'3'"),
     ('--zzzzzz=3', 'unknown key --zzzzzz', "'3'"),
     ('--CONSTANT=4', 'unknown key --CONSTANT'), ('--_hidden=4', 'unknown key'),
-    ('typo.py', 'typo.py: unknown key batch_sise', 'batch_size', '64', '8'),
+    ('typo.py', 'typo.py: unknown key batch_sise', 'batch_size', '64', '8', "a helper's name starts with _"),
     ('type.py', 'type.py: batch_size takes int (default 64)', "got '8'"),
     ('half.py', 'half.py: batch_size takes int (default 64)', 'got 1.5'),
     ('number.py', "number.py: name takes str (default 'run')", 'got 7'),
     ('bool.py', 'bool.py: batch_size takes int', 'got True'),
+    ('--compil', 'unknown key --compil', 'did you mean --compile (default False)?'), ('--batch_sise --lr=1', 'did you mean --batch_size'),
     ('array.py', 'array.py: seed_from takes NoneType'),
     ('--batch_size=1.5', '--batch_size takes int (default 64)', "got '1.5'"),
     ('--batch_size=inf', '--batch_size takes int'), ('--batch_size=1e999', '--batch_size takes int'), ('--batch_size=true', '--batch_size takes int'),
-    ('--lr=fast', '--lr takes float (default 0.0009)', "got 'fast'"), ('--lr=nan', '--lr takes float'), ('--lr=', '--lr takes float'),
-    ('--compile=yes', '--compile takes bool (default False)', "got 'yes'"), ('--levels=1,x', '--levels takes tuple', "got '1,x'"),
+    ('--lr=fast', '--lr takes float (default 0.0009)', "got 'fast'"), ('--lr=nan', '--lr takes float'), ('--lr=-inf', '--lr takes float'), ('--lr=1e999', '--lr takes float'), ('inf.py', 'inf.py: lr takes float'), ('--lr=', '--lr takes float'),
+    ('--compile=yes', '--compile takes true or false (default False)', "got 'yes'"), ('--compile maybe', '--compile takes true or false (default False)', "got 'maybe'"),
+    ('--levels=1,x', '--levels takes tuple', "got '1,x'"),
     ('--levels=(1,', '--levels takes tuple'), ('--extra=3', '--extra takes dict'),
     ('--lr', '--lr takes a value (default 0.0009), got none'), ('--lr --name=x', '--lr takes a value'),
-    ('-lr=3', '-lr=3: no such config file (a flag is --key=value)'), ('lr=3', 'lr=3: no such config file'), ('absent.py', 'absent.py: no such config file'), ('.', 'IsADirectoryError'),
-    ('latin.py', 'latin.py', 'UnicodeDecodeError'), ('syntax.py', 'syntax.py:2: SyntaxError'), ('raises.py', 'raises.py:2: ZeroDivisionError'),
+    ('-lr=3', '-lr=3: no such config file (a flag is --key=value)'), ('lr=3', 'lr=3: no such config file'), ('absent.py', 'absent.py: no such config file'), ('.', '.: IsADirectoryError'),
+    ('latin.py', 'latin.py:3: UnicodeDecodeError'), ('syntax.py', 'syntax.py:2: SyntaxError'), ('raises.py', 'raises.py:2: ZeroDivisionError'),
 ]
 
 @pytest.fixture(scope='module')
