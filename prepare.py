@@ -4,7 +4,7 @@ Turns audio or tokens of any source into a corpus: codec tokens and text ids in 
     python prepare.py config/tiny_prepare.py                        # one process: CPU, or one GPU
     torchrun --nproc_per_node=8 prepare.py config/prepare.py --num_workers=4        # a process a GPU; each reads audio in 4 more
 
-Written to out_dir, which appears only when it is complete (the work in between lies in <out_dir>.building):
+Written to out_dir, which appears only when it is complete (the work in between lies in <out_dir>.building, as large again):
 
     codes.bin      uint16 [frames, 8]    packed codec tokens of all rows, end to end; 16 bytes a frame, 1.24 MB an hour
     text.bin       uint32 [tokens]       text ids: no special tokens, no repetition (layout is applied when a batch is made)
@@ -16,7 +16,7 @@ On one kind of device the same inputs give the same bytes, whatever the ranks, w
 goes on where it was. Memory does not grow with the audio, and by about 0.2 KB a row. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
 Other scripts read a corpus through Corpus, a file through read_audio, and a text through load_tokenizer and encode_text.
 """
-import csv, hashlib, io, itertools, json, math, os, re, shutil, sys, time, unicodedata
+import csv, hashlib, io, itertools, json, math, os, pickle, re, shutil, sys, time, unicodedata
 from collections import Counter, deque
 from datetime import timedelta
 
@@ -418,8 +418,14 @@ def open_arrow(source):
         return [(start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1)], table if layers else None
     count = lambda: min(total, source.get('max_rows') or total)
     if kind == 'hf':
-        data = data.with_format('arrow', columns=names)
-        return count, lambda start, end: pick(data[start:end], start), files, bool(layers)
+        data, reads = data.with_format('arrow', columns=names), 0
+        def read(start, end):
+            nonlocal data, reads
+            reads += 1
+            if files and reads % 4 == 0:        # what was read of a mapped file stays in resident memory: map it anew
+                data = pickle.loads(pickle.dumps(data))
+            return pick(data[start:end], start)
+        return count, read, files, bool(layers)
 
     want, held = [0], []        # parquet is read forward, batch by batch: a row group may be larger than memory
     def batches(at=0):
@@ -456,18 +462,17 @@ def tokens_of(table, radix):
             why.setdefault(int(i), (reason, detail(i)))
     good = np.array([i not in why for i in range(len(table))], dtype=bool)
     table = table.filter(good)
-    # flat values straight from Arrow's buffers; a null in a list is no token either
-    codes = [pc.fill_null(pc.list_flatten(table[n]), np.iinfo(np.int8).min if 'uint' not in str(table[n].type) else 0).to_numpy() for n in names]
-    nulls = [pc.is_null(pc.list_flatten(table[n])).to_numpy() if pc.list_flatten(table[n]).null_count else False for n in names]
+    none = -2 ** 63                                     # a null in a list
+    codes = np.stack([pc.fill_null(pc.list_flatten(table[n]).cast('int64', safe=False), none).to_numpy() for n in names], 1)    # [frames, layers]
     frames = np.where(good, length[:, 0], 0)
-    row = np.repeat(np.arange(len(good)), frames)       # of each frame
-    wrong = np.stack([(c < 0) | (c >= radix) | n for c, n in zip(codes, nulls)], 1)
-    for at in np.flatnonzero(wrong.any(1)):
-        k, first = int(np.argmax(wrong[at])), int(np.searchsorted(row, row[at]))
-        value = None if np.any(nulls[k]) and nulls[k][at] else codes[k][at]
-        why.setdefault(int(row[at]), ('token out of range', f'layer {k + 1}, frame {at - first}: {value}, the codec has 0..{radix - 1}'))
+    row, wrong = np.repeat(np.arange(len(good)), frames), (codes < 0) | (codes >= radix)
+    at = np.flatnonzero(wrong.any(1))
+    for i, k in zip(*np.unique(row[at], return_index=True)):            # the first wrong frame of each row
+        frame, layer = at[k], np.argmax(wrong[at[k]])
+        value = codes[frame, layer] if codes[frame, layer] != none else None
+        why[int(i)] = 'token out of range', f'layer {layer + 1}, frame {frame - np.searchsorted(row, i)}: {value}, the codec has 0..{radix - 1}'
     ok = np.array([i not in why for i in range(len(good))], dtype=bool)
-    return np.stack([c.astype('<u2') for c in codes], 1)[ok[row]], np.where(ok, frames, 0), why
+    return codes[ok[row]].astype('<u2'), np.where(ok, frames, 0), why
 
 # ---- small tools
 
@@ -706,7 +711,7 @@ if __name__ == '__main__':
             batch.append(i)
         for i in clips.keys() & set(good):
             if codes[i].shape != (-(-len(clips[i]) // hop), groups) or codes[i].max() >= radix:
-                raise RuntimeError(f"{rows[i]['path']}: the codec gave codes {codes[i].shape} up to {codes[i].max()} for {len(clips[i])} samples")
+                raise RuntimeError(f"{rows[i]['audio']}: the codec gave codes {codes[i].shape} up to {codes[i].max()} for {len(clips[i])} samples")
         names, tags = sorted({rows[i]['speaker'] for i in good} - {None}), sorted({rows[i]['tag'] for i in good})
         who = {None: -1, **{n: k for k, n in enumerate(names)}}
         draft = np.array([(len(text[i]), len(codes[i]), r['line'], source, who[r['speaker']], r['hash'], r['key'], tags.index(r['tag']), len(r['text'].split()))
