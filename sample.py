@@ -37,8 +37,12 @@ configure(globals())
 
 
 def fail(message):
-    print(f'sample.py: {message}', file=sys.stderr)
+    print('sample.py: ' + ' '.join(str(message).split()), file=sys.stderr)
     sys.exit(2)
+
+def wav_name(n):
+    base = os.path.splitext(out)[0]
+    return f'{base}.wav' if len(texts) == 1 else f'{base}-{n + 1}.wav'
 
 if bool(text) == bool(file):
     fail('give one of --text and --file' + (', not both' if text else ''))
@@ -46,8 +50,14 @@ if prefix not in ('auto', 'null', 'none'):
     fail(f"--prefix is auto, null or none, got {prefix!r}")
 if ref and prefix != 'auto':
     fail(f'--ref and --prefix={prefix} contradict each other')
-if max_seconds <= 0 or stream_frames < 1 or temperature < 0 or top_k < 0 or cfg_frames < 0 or repetition_penalty <= 0:
-    fail('max_seconds, stream_frames and repetition_penalty must be above 0; temperature, top_k and cfg_frames not below')
+if min(max_seconds, max_ref_seconds, repetition_penalty) <= 0 or stream_frames < 1 or min(temperature, top_k, cfg_frames) < 0:
+    fail('max_seconds, max_ref_seconds, stream_frames and repetition_penalty must be above 0; temperature, top_k and cfg_frames not below')
+if not 0 <= seed < 2 ** 63:
+    fail(f'--seed is 0 to 2**63 - 1, got {seed}')
+if os.path.splitext(out)[1].lower() not in ('', '.wav') or not os.path.basename(out) or os.path.isdir(out):
+    fail(f'--out is a .wav file, got {out!r}')
+if ckpt.startswith('out/') and not os.path.isdir(ckpt):         # else it would be taken for a Hub name
+    fail(f'{ckpt}: no such folder: train a checkpoint (pretrain.py), or give --ckpt a folder or a Hub name')
 if file:
     try:
         texts = [(f'{file}:{n}', line.strip()) for n, line in enumerate(open(file, encoding='utf-8-sig'), 1) if line.strip()]
@@ -60,8 +70,19 @@ else:
 for where, t in texts:
     if not any(c.isalnum() for c in t):
         fail(f'{where}: nothing to speak in {t!r}')
+    if any('\ud800' <= c <= '\udfff' for c in t):
+        fail(f'{where}: not UTF-8: {t!r}')
 if stream and len(texts) > 1:
     fail(f'--stream takes one text, {file} has {len(texts)}')
+try:                                                            # before minutes of loading and speaking
+    os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+    for name in (wav_name(len(texts) - 1), os.path.splitext(wav_name(len(texts) - 1))[0] + '.png'):
+        new = not os.path.exists(name)
+        open(name, 'ab').close()
+        if new:
+            os.remove(name)
+except OSError as e:
+    fail(f'--out: {e}')
 
 import queue, threading
 
@@ -70,11 +91,15 @@ import torch
 
 import model as M
 from codec import NanoCodec, save_spectrogram, save_wav
-from prepare import encode_text, load_tokenizer, read_audio
+from prepare import encode_text, load_clip, load_tokenizer
 
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32}.get(dtype) or getattr(torch, dtype, None)
+try:
+    torch.zeros(1, device=device).cpu()
+except Exception as e:                                          # no such device, or a torch without it: several types
+    fail(f'--device={device}: ' + (str(e).splitlines() or [type(e).__name__])[0])
+compute = {'auto': torch.bfloat16 if device.startswith('cuda') else torch.float32}.get(dtype) or getattr(torch, dtype, None)
 if compute not in (torch.float32, torch.bfloat16):
     fail(f"--dtype is auto, float32 or bfloat16, got {dtype!r}")
 try:
@@ -83,7 +108,7 @@ try:
     tokenizer = load_tokenizer(folder)[0]
     nano = NanoCodec(codec or cfg.codec['codec_id'], device=device)
 except (OSError, ValueError, ImportError) as e:
-    fail(e)
+    fail(e if ckpt in str(e) or 'codec' in str(e) else f'{ckpt}: {e}')
 if tokenizer.get_vocab_size() > cfg.vocab_size:
     fail(f'{folder}: the tokenizer has {tokenizer.get_vocab_size()} ids, the model {cfg.vocab_size}')
 if list(nano.levels) * nano.groups != list(cfg.levels):
@@ -95,7 +120,7 @@ for where, t in texts:
     if not ids:
         fail(f'{where}: the tokenizer makes no tokens of {t!r}')
     prompts.append(M.prompt(ids, cfg))
-max_frames = max(1, round(max_seconds * nano.frame_rate))
+max_frames = max(1, round(min(max_seconds, 1e6) * nano.frame_rate))
 if max(map(len, prompts)) + cfg.num_queries + max_frames > cfg.max_position_embeddings:
     fail(f'text of {max(map(len, prompts))} tokens and {max_frames} frames do not fit the model ({cfg.max_position_embeddings} positions): split the text or lower max_seconds')
 
@@ -103,19 +128,14 @@ if ref and not cfg.num_queries:
     fail(f'{ckpt} has no voice cloning: leave out --ref')
 voice, vectors = None, None
 if ref:
-    try:
-        voice = nano.encode([read_audio(ref, nano.sample_rate)[:int(max_ref_seconds * nano.sample_rate)]])[0]
-    except (OSError, ValueError) as e:
-        fail(f'--ref: {e}')
+    clip = load_clip(ref, nano.sample_rate, 0, nano.hop, 1e-4)  # at least one frame, not silent
+    if isinstance(clip, tuple):
+        fail(f'--ref: {clip[0]}: {clip[1]}' + ('' if ref in clip[1] else f': {ref}'))
+    voice = nano.encode([clip[:max(nano.hop, int(min(max_ref_seconds, 1e6) * nano.sample_rate))]])[0]
 if cfg.num_queries and prefix != 'none':
     vectors = gepard.voices([voice]).expand(len(prompts), -1, -1)       # without a reference: the null prefix
 settings = dict(max_frames=max_frames, temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale,
                 cfg_frames=cfg_frames, repetition_penalty=repetition_penalty, seeds=list(range(seed, seed + len(prompts))))
-
-
-def wav_name(n):
-    base, ext = os.path.splitext(out)
-    return f'{base}{ext or ".wav"}' if len(texts) == 1 else f'{base}-{n + 1}{ext or ".wav"}'
 
 
 def pieces(frames):
@@ -130,7 +150,8 @@ def pieces(frames):
         yield torch.stack(stack)
 
 
-os.makedirs(os.path.dirname(os.path.abspath(out)), exist_ok=True)
+if stream:
+    nano.context                                                # measured once: before the clock, as loading is
 start, first = time.time(), None
 if stream:
     frames, result = queue.Queue(), []
@@ -143,7 +164,7 @@ if stream:
         frames.put(None)
     threading.Thread(target=speak, daemon=True).start()
     audio = []
-    with soundfile.SoundFile(out, 'w', nano.sample_rate, 1, format='WAV') as f:
+    with soundfile.SoundFile(wav_name(0), 'w', nano.sample_rate, 1, format='WAV') as f:
         for piece in nano.stream(pieces(frames)):
             first = first or time.time() - start
             f.write(piece)

@@ -6,6 +6,7 @@ import pytest
 import soundfile
 import torch
 
+import codec
 import model as M
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -25,6 +26,8 @@ def folder(tmp_path_factory):
     M.save_checkpoint(str(out / 'checkpoint-7'), model.state_dict(), cfg, TOKENIZER, {})
     t = np.arange(30000) / 22050
     soundfile.write(out / 'voice.wav', 0.3 * np.sin(2 * np.pi * 200 * t), 22050)
+    for name, audio in (('sample', t[:1] + 0.5), ('silence', 0 * t), ('loud', 1000 * t), ('nan', t * np.nan)):
+        soundfile.write(out / f'{name}.wav', audio, 22050, 'FLOAT')
     (out / 'texts.txt').write_text('one two\n\nthree\n', encoding='utf-8')
     return out
 
@@ -62,6 +65,14 @@ def test_streaming_is_the_same_speech(folder, capsys, tmp_path):
     assert len(a) == len(b) and np.abs(a - b).max() < 2e-4
 
 
+def test_streaming_measures_before_the_clock(folder, capsys, tmp_path, monkeypatch):
+    """The codec's reach is known before the first piece: no pause behind it, and "first audio" is honest."""
+    known, stream = [], codec.NanoCodec.stream
+    monkeypatch.setattr(codec.NanoCodec, 'stream', lambda self, chunks: known.append('context' in self.__dict__) or stream(self, chunks))
+    speak(folder, capsys, '--text=one', f'--out={tmp_path}/a', '--max_seconds=1', '--stream')
+    assert known == [True] and (tmp_path / 'a.wav').exists() and not (tmp_path / 'a').exists()
+
+
 def test_several_texts_each_as_alone(folder, capsys, tmp_path):
     speak(folder, capsys, f'--file={folder}/texts.txt', f'--out={tmp_path}/t.wav', '--max_seconds=1', '--seed=3')
     speak(folder, capsys, '--text=one two', f'--out={tmp_path}/alone.wav', '--max_seconds=1', '--seed=3')
@@ -81,8 +92,26 @@ def test_several_texts_each_as_alone(folder, capsys, tmp_path):
     (['--text=hi', '--ref=x.wav', '--prefix=none'], 'contradict'),
     (['--text=' + 'word ' * 200, '--max_seconds=1'], 'split the text'),
     (['--text=hi', '--codec=/nowhere.nemo'], '/nowhere.nemo'),
+    (['--text=hi', '--codec=README.md'], 'README.md: neither a .nemo file'),
+    (['--text=hi', '--ckpt=out/nowhere'], 'out/nowhere: no such folder'),
+    (['--text=hi', '--device=gpu'], '--device=gpu: '),
+    (['--text=hi', '--device=cuda:99'], '--device=cuda:99: '),
+    (['--text=hi', '--max_seconds=inf'], '--max_seconds takes float'),
+    (['--text=hi', '--max_seconds=1e300'], 'do not fit'),
+    (['--text=hi', '--temperature=inf'], '--temperature takes float'),
+    (['--text=hi', '--max_ref_seconds=0'], 'must be above 0'),
+    (['--text=hi', '--seed=99999999999999999999'], '--seed is 0 to'),
+    (['--text=hi\udc80'], 'not UTF-8'),
+    (['--text=hi', '--out=x.png'], '--out is a .wav file'),
+    (['--text=hi', '--out=assets'], '--out is a .wav file'),
+    (['--text=hi', '--out=README.md/x.wav'], '--out: '),
+    (['--text=hi', '--out=' + 'x' * 300 + '.wav'], 'File name too long'),
+    (['--text=hi', '--ref={folder}/sample.wav'], 'audio too short'),
+    (['--text=hi', '--ref={folder}/silence.wav'], 'audio silent'),
+    (['--text=hi', '--ref={folder}/loud.wav'], 'not scaled'),
+    (['--text=hi', '--ref={folder}/nan.wav'], 'not finite'),
 ])
 def test_errors_are_one_line(folder, capsys, tmp_path, flags, words):
-    text = speak(folder, capsys, f'--out={tmp_path}/x.wav', *flags, code=2)
+    text = speak(folder, capsys, f'--out={tmp_path}/x.wav', *(f.format(folder=folder) for f in flags), code=2)
     line = text.strip().splitlines()[-1]
     assert line.startswith('sample.py: ') and words in line, text
