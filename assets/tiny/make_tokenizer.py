@@ -1,4 +1,4 @@
-"""Make the offline profile's tokenizer: python assets/tiny/make_tokenizer.py   (writes assets/tiny/tokenizer/)
+"""Make the offline profile's tokenizer: python assets/tiny/make_tokenizer.py [FOLDER]   (default: assets/tiny/tokenizer/)
 
 Byte-level BPE, trained on the small language's words until each is one token: a few-million-parameter model that sees some
 thousand clips has enough to learn without spelling. Ids 0..255 are the bytes themselves, so no text is unspellable; then the special tokens, then
@@ -6,6 +6,9 @@ the merges. It loads like any other Hugging Face tokenizer; the special ids stan
 under the names that gepard_config.json uses.
 """
 import json, os, sys
+if sys.argv[1:2] and sys.argv[1].startswith('-'):               # --help is no folder
+    print(__doc__.strip())
+    sys.exit(0 if sys.argv[1] in ('-h', '--help') else 2)
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 here = os.path.dirname(os.path.abspath(__file__))

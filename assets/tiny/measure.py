@@ -176,14 +176,11 @@ def nearest_rate(vectors, voices, own):
     return float(np.mean((vectors @ voices.T).argmax(1) == np.asarray(own)))
 
 # ----------------------------------------------------------------------------- the measurement
-def speak(ckpt, nano, texts, references, temperature, max_seconds, seed):
-    """texts in the voices of references (float32 at the codec's rate), through the checkpoint in `ckpt`, as sample.py does -> generate's dicts."""
+def speak(gepard, folder, nano, texts, references, temperature, max_seconds, seed):
+    """texts in the voices of references (float32 at the codec's rate), through a loaded checkpoint and its folder's tokenizer, as sample.py does -> generate's dicts."""
     import model as M
     from prepare import encode_text, load_tokenizer
-    gepard, folder = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt)
     cfg, tokenizer = gepard.cfg, load_tokenizer(folder)[0]
-    if cfg.codec['codec_id'] != nano.id:
-        sys.exit(f"measure.py: {ckpt} was trained on codec {cfg.codec['codec_id']}, not {nano.id}: set --codec")
     prompts = [M.prompt(encode_text(tokenizer, t), cfg) for t in texts]
     prefix = gepard.voices(nano.encode(references))
     return M.generate(gepard, prompts, prefix, max_frames=round(max_seconds * nano.frame_rate), temperature=temperature,
@@ -196,6 +193,16 @@ if __name__ == '__main__':
     table = os.path.join(data, 'eval.csv')
     if not os.path.exists(table):
         sys.exit(f'measure.py: {table} not found: run assets/tiny/make_speech.py')
+    if ckpt:                                                    # before minutes of measuring
+        import model as M
+        try:
+            gepard, spoken_by = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt)
+        except (OSError, ValueError, ImportError) as e:
+            sys.exit('measure.py: ' + ' '.join((str(e) if ckpt in str(e) else f'{ckpt}: {e}').split()))
+        if not gepard.cfg.num_queries:
+            sys.exit(f'measure.py: {ckpt} has no voice cloning: there is no voice to measure')
+        if gepard.cfg.codec['codec_id'] != codec:
+            sys.exit(f"measure.py: {ckpt} was trained on codec {gepard.cfg.codec['codec_id']}, not {codec}: set --codec")
     start = time.time()
     try:
         asr, encoder = load_whisper(), load_speaker_encoder()
@@ -229,7 +236,7 @@ if __name__ == '__main__':
     originals = [read(r['audio'], nano.sample_rate) for r in rows]
     report('through the codec', to16(nano.decode(nano.encode(originals))))
     if ckpt:
-        result = speak(ckpt, nano, texts, [read(r['reference'], nano.sample_rate) for r in rows], temperature, max_seconds, seed)
+        result = speak(gepard, spoken_by, nano, texts, [read(r['reference'], nano.sample_rate) for r in rows], temperature, max_seconds, seed)
         wavs = nano.decode([r['codes'] for r in result])
         folder = out or os.path.join(ckpt, 'spoken')
         os.makedirs(folder, exist_ok=True)

@@ -11,6 +11,7 @@ import numpy as np
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path[:0] = [ROOT, os.path.join(ROOT, 'assets', 'tiny')]
+if '--help' in sys.argv: sys.exit(print(__doc__.strip()))
 if len(sys.argv) < 3: sys.exit(__doc__)
 folder, codec_path = sys.argv[1:3]
 every = int(sys.argv[3].split('=')[1]) if len(sys.argv) > 3 else 1      # every Nth clip only

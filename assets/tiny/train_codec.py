@@ -37,6 +37,7 @@ share_kokoro = 0.32    # rows of a batch from kokoro shards
 share_espeak = 0.18    # and from espeak shards; the rest is hibari
 seed = 1
 # -----------------------------------------------------------------------------
+if '--help' in sys.argv: sys.exit(print(__doc__.strip()))
 for arg in sys.argv[1:]:
     key, _, value = arg.lstrip('-').partition('=')
     if key not in globals() or key.startswith('_'): sys.exit(f'{arg}: no such setting')
