@@ -524,7 +524,7 @@ def draw(path, rows, meta):
             ('seconds of a row', rows['frame_len'] / rate), ('text tokens of a row', rows['text_len']),
             ('text tokens a second', rows['text_len'] / rows['frame_len'] * rate), ('rows of a usable speaker', np.bincount(rows['speaker'] + 1)[1:]))):
         axes.hist(np.minimum(x, np.quantile(x, 0.999)) if len(x) else x, 100)
-        axes.set(xlabel=what, yscale='log')
+        axes.set(xlabel=what, yscale='log' if len(x) else 'linear')
     figure.suptitle(f"{len(rows):,} rows, {meta['frames'] / rate / 3600:,.2f} hours, {len(meta['speakers']):,} usable speakers")
     figure.savefig(path)
 

@@ -138,6 +138,16 @@ def test_audio_columns_and_folders_give_the_same_corpus(tmp_path, fake):
     c = prepare(tmp_path / 'bad2', ({'name': 'a', 'path': str(tmp_path / 'folder')},), '--max_reject_share=1')
     assert sorted((r['reason'], r['audio']) for r in rejects(c.path)) == [('audio file not found', 'alone.wav'), ('no text file', 's0/0.wav'), ('text file is not UTF-8', 's0/3.wav')]
 
+@pytest.mark.filterwarnings('error::UserWarning')
+def test_reports_of_tokens_without_speakers(tmp_path, fake):
+    columns, codes = tokens(3)
+    columns.pop('speaker')
+    pq.write_table(pa.table(columns), tmp_path / 'a.parquet')
+    c = prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},), '--picture=True', '--check_rows=9')
+    assert c.meta['speaker_stats']['null_share'] == 1 and sorted(f for f in os.listdir(c.path) if f[0] in 'cr' and '.' in f) == [
+        'check-0.wav', 'check-1.wav', 'check-2.wav', 'codes.bin', 'rejects.jsonl', 'report.png']
+    assert all(soundfile.info(tmp_path / f'out/check-{i}.wav').frames == 1024 * len(codes[i]) for i in range(3))
+
 def test_memory_is_flat(tmp_path):
     """20,000 rows, and three times as many in one row group, in a process of its own: resident memory grows by less than 1 KB a row."""
     peak = {}
