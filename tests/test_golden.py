@@ -19,6 +19,11 @@ from prepare import source_rows
 from codec import dequantize, fold, unfold
 
 GOLDEN = os.environ.get('GOLDEN_DIR', os.path.join(os.path.dirname(__file__), 'data', 'golden'))
+FILES = [f'{n}.json' for n in ('checkpoint/gepard_config codec_ops dpo forward generate keep_index lora nanguard optim_groups pairs reward row rows supcon '
+                               'text_layout').split()] + [f'{n}.safetensors' for n in 'checkpoint/model dpo forward lora prefix rows supcon'.split()]
+missing = [name for name in FILES if not os.path.isfile(os.path.join(GOLDEN, name))]
+if missing:
+    pytest.fail(f'GOLDEN_DIR {GOLDEN}: ' + (f'not found: {", ".join(missing)}' if os.path.isdir(GOLDEN) else 'no such folder'), pytrace=False)
 torch.set_num_threads(1)
 DEVICE = 'cuda' if torch.cuda.is_available() else 'cpu'
 
