@@ -13,7 +13,7 @@ Written to out_dir, which appears only when it is complete (the work in between 
     rejects.jsonl  every row that was dropped: file, line (a row's number where there are no lines), audio, reason, detail
 
 On one kind of device the same inputs give the same bytes, whatever the ranks, workers, batch size or interruptions. Killed, it
-goes on where it was. Memory does not grow with the audio, and by about 0.2 KB a row. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
+goes on where it was. Memory does not grow with the audio, and by about 0.4 KB a row. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
 Other scripts read a corpus through Corpus, a file through read_audio, and a text through load_tokenizer and encode_text.
 """
 import csv, hashlib, io, itertools, json, math, os, pickle, re, shutil, sys, time, unicodedata
