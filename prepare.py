@@ -16,7 +16,7 @@ On one kind of device the same inputs give the same bytes, whatever the ranks, w
 goes on where it was. Memory does not grow with the audio, and by about 0.4 KB a row. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
 Other scripts read a corpus through Corpus, a file through read_audio, and a text through load_tokenizer and encode_text.
 """
-import csv, hashlib, io, itertools, json, math, os, pickle, re, shutil, sys, time, unicodedata
+import csv, fcntl, hashlib, io, itertools, json, math, os, pickle, re, shutil, sys, time, unicodedata
 from collections import Counter, deque
 from datetime import timedelta
 
@@ -124,6 +124,11 @@ class Corpus:
     def split(self, name):
         """int64 row numbers of 'train', 'val' (held-out texts) or 'val_speakers' (held-out speakers)."""
         return np.flatnonzero(self.rows['split'] == SPLITS.index(name))
+
+def stop(message):
+    """A user's error: one line, exit code 2."""
+    print('prepare.py: ' + message, file=sys.stderr)
+    sys.exit(2)
 
 # ---- text
 
@@ -297,9 +302,9 @@ def table_rows(source):
                 fields = json.loads(line) if kind == 'jsonl' else next(csv.reader([line], strict=True, delimiter=KINDS[kind], quoting=quoting))
             except UnicodeDecodeError as e:
                 like = 'UTF-16' if raw[:2] in (b'\xff\xfe', b'\xfe\xff') else 'cp1252 or Latin-1'
-                sys.exit(f'{path}:{n}: not UTF-8 (byte {raw[e.start]:#04x}), {like}?: convert the table')
+                stop(f'{path}:{n}: not UTF-8 (byte {raw[e.start]:#04x}), {like}?: convert the table')
             except csv.Error as e:
-                sys.exit(f"{path}:{n}: bad quotes ({e}): a quoted field ends on its line, quotes in it are doubled; "
+                stop(f"{path}:{n}: bad quotes ({e}): a quoted field ends on its line, quotes in it are doubled; "
                          "'quotes': False in the source takes them as text")
             except (ValueError, RecursionError) as e:
                 fields, bad = {}, f'line is not JSON: {e}'
@@ -307,14 +312,14 @@ def table_rows(source):
                 fields, bad = {}, 'line is not a JSON object'
             if header is None:              # the first line
                 if b'\0' in raw:
-                    sys.exit(f'{path}:{n}: NUL bytes, UTF-16 without its mark?: convert the table')
+                    stop(f'{path}:{n}: NUL bytes, UTF-16 without its mark?: convert the table')
                 header = list(range(len(fields))) if headless else list(fields)
                 columns = {role: c + len(header) if headless and c < 0 else c for role, c in columns.items()}
                 missing = [columns[role] for role in source.get('columns') or ('audio', 'text') if columns[role] not in header]
                 if missing:
-                    sys.exit(f"{path}:{n}: no column {', '.join(map(repr, missing))}; it has {header}: say which is which in the source's columns")
+                    stop(f"{path}:{n}: no column {', '.join(map(repr, missing))}; it has {header}: say which is which in the source's columns")
                 if len(set(header)) < len(header):
-                    sys.exit(f'{path}:{n}: a column name is there twice: {header}')
+                    stop(f'{path}:{n}: a column name is there twice: {header}')
                 if kind != 'jsonl' and not headless:
                     continue
             if kind != 'jsonl':
@@ -380,9 +385,9 @@ def open_arrow(source):
             data = datasets.load_from_disk(path) if os.path.isdir(path) else datasets.load_dataset(path, source.get('subset'), split=split)
             data = data[split] if isinstance(data, dict) else data
         except ImportError as e:
-            sys.exit(f'{path}: {e}: pip install datasets')
+            stop(f'{path}: {e}: pip install datasets')
         except Exception as e:                  # of many kinds: no such name, no network, no such split, a broken file
-            sys.exit(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+            stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
         files, schemas, total = [f['filename'] for f in data.cache_files], [data.features.arrow_schema], len(data)
     else:
         import pyarrow as pa, pyarrow.parquet as pq
@@ -393,24 +398,24 @@ def open_arrow(source):
                     schemas.append(p.schema_arrow)
                     groups += [(f, g, p.metadata.row_group(g).num_rows) for g in range(p.num_row_groups)]
             except (pa.ArrowInvalid, OSError) as e:
-                sys.exit(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
+                stop(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
         if not files:
-            sys.exit(f'{path}: no .parquet file in it')
+            stop(f'{path}: no .parquet file in it')
         total = sum(n for *_, n in groups)
     prefix, has = given.get('layers', 'nano_layer_'), schemas[0].names
     layers = sorted((n for n in has if re.fullmatch(re.escape(prefix) + '[0-9]+', n)), key=lambda n: int(n[len(prefix):]))
     wanted = {f'layer{k}': f'{prefix}{k + 1}' for k in range(NANO['groups'])}
     if layers and layers != list(wanted.values()) or 'layers' in given and not layers:
-        sys.exit(f"{(files or [path])[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
+        stop(f"{(files or [path])[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
     roles = {**(wanted if layers else {'audio': 'audio'}), 'text': 'text', **{k: k for k in ('speaker', 'encoded_len')[:1 + bool(layers)] if k in has}}
     roles.update((k, v) for k, v in given.items() if k != 'layers' and not (layers and k == 'audio'))
     for f, schema in zip(files, schemas):
         missing = [c for c in roles.values() if c not in schema.names]
         if missing:
-            sys.exit(f"{f}: no column {', '.join(map(repr, missing))}; it has {schema.names}: say which is which in the source's columns")
+            stop(f"{f}: no column {', '.join(map(repr, missing))}; it has {schema.names}: say which is which in the source's columns")
         for c in layers:
             if not re.fullmatch(r'(large_|fixed_size_)?list<\w+: u?int(8|16|32|64)( not null)?>(\[\d+\])?', str(schema.field(c).type)):
-                sys.exit(f'{f}: column {c} is {schema.field(c).type}, wanted a list of ints')
+                stop(f'{f}: column {c} is {schema.field(c).type}, wanted a list of ints')
     names = list(dict.fromkeys(roles.values()))
     def pick(table, start):
         table = table.select(list(roles.values())).rename_columns(list(roles))
@@ -557,7 +562,9 @@ def print_table(meta):
 if __name__ == '__main__':
     from configurator import configure
     config = configure(globals())
-    stop = lambda message: sys.exit('prepare.py: ' + message)
+    out_dir = out_dir.rstrip('/')
+    if not out_dir:
+        stop(f"out_dir: a folder to be made, got {config['out_dir']!r}")
 
     # ranks share nothing but a counter of the units taken and the disk. Rank 0 checks everything, then the others begin
     rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
@@ -603,7 +610,6 @@ if __name__ == '__main__':
     settings = json.loads(json.dumps({k: v for k, v in config.items() if k not in FREE}))       # tuples become lists, as in the file
     settings.update(special_tokens=special, version=VERSION, tokenizer_hash=sha256_of(path),
                     codec_hash=sha256_of(codec) if os.path.isfile(codec) else '')
-    out_dir = out_dir.rstrip('/')
     building = out_dir + '.building'
     if not rank:
         settings['table_hashes'] = {s['name']: hash_of(f) for s, f in zip(sources, files)}
@@ -615,8 +621,6 @@ if __name__ == '__main__':
             changed = old and differing(old.get('settings', old), settings)
             if changed and not overwrite:
                 stop(f"{os.path.dirname(file)} was made with other settings ({'; '.join(changed)}): choose another --out_dir, or --overwrite")
-            if changed and file == begun:
-                shutil.rmtree(building)
         if os.path.exists(finished) and not overwrite:
             print(f'{out_dir} is complete and was made with these settings: nothing to do')
             print_table(Corpus(out_dir).meta)
@@ -625,7 +629,17 @@ if __name__ == '__main__':
                 store.set('checked', '[]')
                 time.sleep(1)                           # the others fetch it from here
             sys.exit()
-        os.makedirs(building, exist_ok=True)
+        try:
+            os.makedirs(building, exist_ok=True)
+            lock = open(os.path.join(building, 'lock'), 'w')        # held until this process ends
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            stop(f'another prepare.py is building {out_dir}')
+        except OSError as e:
+            stop(f'out_dir: {e}')
+        if os.path.exists(begun) and differing(json.load(open(begun)), settings):       # overwrite: nothing of the other settings stays
+            for entry in os.scandir(building):
+                shutil.rmtree(entry) if entry.is_dir() else os.remove(entry) if entry.name != 'lock' else None
         save(begun, lambda f: f.write(json.dumps(settings).encode()))
 
         # one pass over the tables: what is wrong with them is said now, not after a day of encoding
@@ -649,7 +663,10 @@ if __name__ == '__main__':
         if device == 'auto':
             import torch
             device = f'cuda:{local_rank}' if torch.cuda.is_available() else 'cpu'
-        nano = NanoCodec(codec, device)
+        try:
+            nano = NanoCodec(codec, device)
+        except (ValueError, OSError, ImportError, RuntimeError, AssertionError) as e:
+            stop(f"codec {codec!r} on {device}: {' '.join(str(e).split())[:300]}")
         spec = {'sample_rate': nano.sample_rate, 'hop': nano.hop, 'levels': list(nano.levels), 'groups': nano.groups}
         if spec != NANO and any(tokenized):
             stop(f'codec {codec} is {spec}, tokenized sources hold {NANO}')

@@ -1,5 +1,5 @@
 """pytest tests/test_prepare.py          seconds on CPU; a fake codec of a few lines, the real offline codec in the last test"""
-import csv, json, os, runpy, shutil, signal, subprocess, sys, types, wave
+import contextlib, csv, fcntl, gc, io, json, os, runpy, shutil, signal, subprocess, sys, types, wave
 
 import numpy as np
 import pytest
@@ -39,11 +39,14 @@ def prepare(out, sources, *flags):
     """Run the script in this process, as from the command line; returns what it said where it stopped, else the corpus."""
     argv = [SCRIPT, f'--out_dir={out}', f'--sources={sources!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False', '--check_rows=0', *flags]
     old, sys.argv = sys.argv, argv
+    said = io.StringIO()
     try:
-        runpy.run_path(SCRIPT, run_name='__main__')
+        with contextlib.redirect_stderr(said):
+            runpy.run_path(SCRIPT, run_name='__main__')
     except SystemExit as e:
         if e.code:
-            return str(e.code)
+            assert e.code == 2
+            return said.getvalue()
     finally:
         sys.argv = old
     return Corpus(str(out))
@@ -464,3 +467,20 @@ def test_real_codec(tmp_path):
 def test_help_is_the_config_block(capsys, tmp_path):
     prepare_help = subprocess.run([sys.executable, SCRIPT, '--help'], capture_output=True, text=True).stdout
     assert 'val_share = 0.01' in prepare_help and 'language_tag' in prepare_help and 'class Corpus' not in prepare_help
+
+def test_user_errors_are_one_line(tmp_path, fake):
+    speech(tmp_path)
+    source = ({'name': 'a', 'path': str(tmp_path / 'table.csv')},)
+    assert 'out_dir: a folder' in prepare('', source)
+    assert '/proc/nowhere' in prepare('/proc/nowhere/x', source)
+    os.makedirs(tmp_path / 'busy.building')
+    with open(tmp_path / 'busy.building' / 'lock', 'w') as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        assert 'another prepare.py is building' in prepare(tmp_path / 'busy', source)
+    assert len(prepare(tmp_path / 'busy', source)) == 12            # the lock went with its holder
+
+def test_a_codec_that_is_none_is_one_line(tmp_path):
+    speech(tmp_path)
+    (tmp_path / 'x.nemo').write_text('not a codec')
+    said = prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'table.csv')},), f'--codec={tmp_path}/x.nemo')
+    assert said.count('\n') == 1 and 'x.nemo' in said and said.startswith('prepare.py: codec')
