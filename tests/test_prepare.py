@@ -1,5 +1,5 @@
 """pytest tests/test_prepare.py          seconds on CPU; a fake codec of a few lines, the real offline codec in the last test"""
-import contextlib, csv, fcntl, gc, io, json, os, runpy, shutil, signal, subprocess, sys, types, wave
+import contextlib, csv, fcntl, io, json, os, runpy, shutil, signal, subprocess, sys, types, wave
 
 import numpy as np
 import pytest
