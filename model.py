@@ -13,7 +13,7 @@ sequence of N tokens (see `pack`): no padding, attention never crosses rows, pos
 Shape letters: N packed tokens, F frames, B rows, d width, K = 32 channels, L = 8 codes at most in a channel.
 """
 import inspect, json, math, os, shutil
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch

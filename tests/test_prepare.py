@@ -453,8 +453,6 @@ def test_reader_names_what_is_wrong(tmp_path, fake):
 def test_real_codec(tmp_path):
     """The offline codec through NeMo, as `python prepare.py` runs it: the batch changes no code, and the codes are those of the clip alone."""
     nemo = os.path.join(ROOT, 'assets/tiny/codec.nemo')
-    if not os.path.exists(nemo):
-        pytest.skip('no assets/tiny/codec.nemo')
     pytest.importorskip('nemo', reason='NeMo is not installed')
     source = speech(tmp_path / 'in', n=6)
     flags = [f'--codec={nemo}', '--val_share=0']
