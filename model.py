@@ -230,6 +230,13 @@ def rotate(x, cos, sin):
     return torch.cat((y, rest), -1) if rest.shape[-1] else y
 
 
+def side_by_side(x, *linears):
+    """Bias-free linears that read the same x, as one matrix product: fewer and larger GEMMs. Adapters are applied one by one."""
+    if any(type(m) is not nn.Linear for m in linears):
+        return [m(x) for m in linears]
+    return F.linear(x, torch.cat([m.weight for m in linears])).split([m.out_features for m in linears], -1)
+
+
 class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
@@ -242,12 +249,12 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(hd, cfg.rms_norm_eps, 1)
         self.head_dim = hd
 
-    def forward(self, x, cos, sin, attend):
+    def forward(self, x, cos, sin, attend, where):
         n, hd = x.shape[0], self.head_dim
-        q, gate = self.q_proj(x).view(n, -1, 2 * hd).chunk(2, -1)   # [N, heads, head_dim] each
-        q = rotate(self.q_norm(q), cos, sin)
-        k = rotate(self.k_norm(self.k_proj(x).view(n, -1, hd)), cos, sin)
-        y = attend(q, k, self.v_proj(x).view(n, -1, hd))            # [N, heads, head_dim]
+        q, k, v = (t.unflatten(-1, (-1, w)) for t, w in zip(side_by_side(x, self.q_proj, self.k_proj, self.v_proj), (2 * hd, hd, hd)))
+        q, gate = q.chunk(2, -1)                                    # [N, heads, head_dim] each
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        y = attend(where, q, k, v)                                  # [N, heads, head_dim]
         return self.o_proj((y * torch.sigmoid(gate)).reshape(n, -1))
 
 
@@ -259,7 +266,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, d, bias=False)
 
     def forward(self, x):
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -270,13 +278,13 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, 1)
         self.mlp = SwiGLU(cfg.hidden_size, cfg.intermediate_size)
 
-    def forward(self, x, cos, sin, attend):
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+    def forward(self, x, cos, sin, attend, where):
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, where)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Backbone(nn.Module):
-    """Qwen3.5 text decoder without lm_head. `attend(layer, q, k, v)` says which tokens see which: packed rows in
+    """Qwen3.5 text decoder without lm_head. `attend(where, q, k, v)` says which tokens see which: `packed_attention` in
     training, a key-value cache in generation; the layers are the same."""
     def __init__(self, cfg):
         super().__init__()
@@ -285,33 +293,29 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, 1)
         self.cfg = cfg
 
-    def forward(self, x, position, attend):
-        """x [N, d] input vectors, position [N] -> [N, d]"""
+    def forward(self, x, position, attend, where=None):
+        """x [N, d] input vectors, position [N] -> [N, d]. where: what `attend` is told, by default the layer's number."""
         cos, sin = rotary(position, self.cfg)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, lambda q, k, v, i=i: attend(i, q, k, v))
+            x = layer(x, cos, sin, attend, i if where is None else where)
         return self.norm(x)
 
 
-def packed_attention(cu_seqlens, max_len, n):
-    """Causal attention inside each packed row: an `attend` for Backbone. cu_seqlens [B+1] int32 row boundaries."""
-    def flash(_, q, k, v):
+def packed_attention(where, q, k, v):
+    """Causal attention inside each packed row. where: row boundaries [rows + 1] int32, length of the longest row at most;
+    q [N, heads, head_dim], k and v [N, kv heads, head_dim] -> [N, heads, head_dim]"""
+    cu_seqlens, max_len = where
+    if q.is_cuda and q.dtype != torch.float32:                      # the flash kernel knows 16-bit only
         if not _GQA and q.shape[1] != k.shape[1]:
             k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-        gqa = {'enable_gqa': True} if _GQA else {}
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **_CAUSAL, **gqa)
-
-    def exact(_, q, k, v):
-        # rows side by side, padded on the right: with a causal mask no real query ever sees the padding
-        b = len(cu_seqlens) - 1
-        row = torch.repeat_interleave(torch.arange(b, device=q.device), cu_seqlens.diff().long(), output_size=n)
-        slot = torch.arange(n, device=q.device) - cu_seqlens[:-1].long()[row]
-        q, k, v = (t.new_zeros(b, max_len, *t.shape[1:]).index_put((row, slot), t).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)   # [B, heads, max_len, head_dim]
-        return y.transpose(1, 2)[row, slot]
-
-    # the flash kernel knows 16-bit only; fp32 on a GPU takes the exact path too
-    return lambda i, q, k, v: (flash if q.is_cuda and q.dtype != torch.float32 else exact)(i, q, k, v)
+        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **_CAUSAL, **({'enable_gqa': True} if _GQA else {}))
+    # exact: rows side by side, padded on the right; with a causal mask no real query ever sees the padding
+    b, n = len(cu_seqlens) - 1, len(q)
+    row = torch.repeat_interleave(torch.arange(b, device=q.device), cu_seqlens.diff().long(), output_size=n)
+    slot = torch.arange(n, device=q.device) - cu_seqlens[:-1].long()[row]
+    q, k, v = (t.new_zeros(b, max_len, *t.shape[1:]).index_put((row, slot), t).transpose(1, 2) for t in (q, k, v))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)   # [B, heads, max_len, head_dim]
+    return y.transpose(1, 2)[row, slot]
 
 # -----------------------------------------------------------------------------
 # speaker prefix: Q-Former over the reference clip's codes
@@ -478,19 +482,21 @@ class Gepard(nn.Module):
             mean = q.mean(1)
             mean = self.supcon_head(mean) if self.cfg.supcon_hidden else mean
             out = {'q': q, 'features': F.normalize(mean.float(), dim=-1)}
-        h = self.model(x, batch['position'], packed_attention(batch['cu_seqlens'], batch['max_len'], len(x)))
+        h = self.model(x, batch['position'], packed_attention, (batch['cu_seqlens'], batch['max_len']))
         h = h[torch.cat((batch['frame_at'] - 1, batch['last_at']))]               # only outputs that have a target
         n = len(codes)
         return out | {'codes': codes, 'logits': self.code_logits(h[:n]), 'stop_logits': self.stop_head(h).float()[:, 0]}
 
 
-def pack(rows, cfg, position_of=None):
+def pack(rows, cfg, position_of=None, multiple=1):
     """Rows -> one packed batch of CPU tensors.
 
     A row is a dict: text (laid-out token ids, ends with SOS), codes (packed codes [n, 8], n >= 1), and with voice
     cloning ref (packed codes [t, 8] or None), null (no usable speaker), drop (null prefix in this step), speaker (int).
     A row may hold a ready prefix [8, d] instead of these four; without either key the batch has no prefix at all.
     position_of(row number, row length) overrides the positions 0..length-1 (for tests against padded layouts).
+    multiple > 1: one more row of text that nothing reads fills the tokens up to a multiple, so that shapes repeat (for the
+    GPU's allocator and kernels); references and the longest row are rounded up too, behind their mask.
     """
     prefixed = cfg.num_queries > 0 and ('ref' in rows[0] or 'prefix' in rows[0])
     p = cfg.num_queries if prefixed else 0
@@ -510,10 +516,17 @@ def pack(rows, cfg, position_of=None):
         text.append(np.asarray(r['text'], np.int64))
         codes.append(np.asarray(r['codes']).astype(np.int16))
         frame_row.append(np.full(n, i))
+    max_len, up = max(np.diff(cu)), lambda n, to: -(-n // to) * to
+    if multiple > 1:
+        fill, max_len = -cu[-1] % multiple, up(max(max_len, multiple), 64)
+        at['text_at'].append(np.arange(cu[-1], cu[-1] + fill))
+        text.append(np.full(fill, cfg.special_tokens['start_of_text']))
+        position.append(np.arange(fill))
+        cu.append(cu[-1] + fill)
     cat = lambda xs: torch.from_numpy(np.concatenate(xs).astype(np.int64))
     batch = {'text_ids': cat(text), 'codes': torch.from_numpy(np.concatenate(codes)), 'position': cat(position),
              'frame_row': cat(frame_row), 'cu_seqlens': torch.tensor(cu, dtype=torch.int32),
-             'max_len': int(np.diff(cu).max()), **{k: cat(v) for k, v in at.items() if k != 'prefix_at' or prefixed}}
+             'max_len': int(max_len), **{k: cat(v) for k, v in at.items() if k != 'prefix_at' or prefixed}}
     if prefixed and 'prefix' in rows[0]:
         batch['prefix'] = torch.stack([r['prefix'] for r in rows])
     elif prefixed:
@@ -521,11 +534,11 @@ def pack(rows, cfg, position_of=None):
         refs = [np.zeros((1, len(cfg.levels) // len(cfg.codec['fsq_levels'])), np.int16) if r['ref'] is None
                 else np.asarray(r['ref']).astype(np.int16) for r in rows]
         lens = [len(r) for r in refs]
-        ref = np.zeros((len(rows), max(lens), refs[0].shape[1]), np.int16)
+        ref = np.zeros((len(rows), up(max(lens), 64 if multiple > 1 else 1), refs[0].shape[1]), np.int16)
         for i, r in enumerate(refs):
             ref[i, :lens[i]] = r
         null = torch.tensor([bool(r['null'] or r['ref'] is None) for r in rows])
-        batch |= {'ref': torch.from_numpy(ref), 'ref_mask': torch.arange(max(lens)) < torch.tensor(lens)[:, None],
+        batch |= {'ref': torch.from_numpy(ref), 'ref_mask': torch.arange(ref.shape[1]) < torch.tensor(lens)[:, None],
                   'null': null, 'drop': null | torch.tensor([bool(r.get('drop', False)) for r in rows]),
                   'speaker': torch.tensor([int(r['speaker']) for r in rows])}
     return batch
@@ -719,13 +732,13 @@ def generate(model, texts, prefix=None, *, max_frames=300, temperature=0.4, top_
     n = int(cu[-1])
     row = torch.repeat_interleave(torch.arange(len(prompts), device=dev), lengths)
     slot = torch.arange(n, device=dev) - cu[row]
-    packed = packed_attention(cu, int(lengths.max()), n)
+    where = cu, int(lengths.max())
 
     def prefill(i, q, k, v):
         for j, t in enumerate((k, v)):
             kv[i][j] = kv[i][j].to(t.dtype)
             kv[i][j][row, :, slot] = t
-        return packed(i, q, k, v)
+        return packed_attention(where, q, k, v)
 
     embed = model.model.embed_tokens(torch.tensor([i for t in prompts for i in t], device=dev))
     x = embed.new_zeros(n, cfg.hidden_size)

@@ -102,7 +102,7 @@ def test_backbone_equals_transformers(shape):
     lengths = [9, 1, 17, 4]
     x = torch.randn(sum(lengths), cfg.hidden_size, generator=torch.Generator().manual_seed(1)).requires_grad_()
     cu = torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
-    h = ours(x, torch.cat([torch.arange(n) for n in lengths]), M.packed_attention(cu, max(lengths), len(x)))
+    h = ours(x, torch.cat([torch.arange(n) for n in lengths]), M.packed_attention, (cu, max(lengths)))
     weight = torch.randn(h.shape, generator=torch.Generator().manual_seed(2))
     grad, = torch.autograd.grad((h * weight).sum(), x)
     for a, b in zip(cu[:-1].tolist(), cu[1:].tolist()):
@@ -647,7 +647,7 @@ def test_cuda_varlen_attention():
     results = []
     for dtype in (torch.float32, torch.bfloat16):
         inputs = [t.detach().to(dtype).requires_grad_() for t in (q, k, v)]
-        y = M.packed_attention(cu, max(lengths), sum(lengths))(0, *inputs)
+        y = M.packed_attention((cu, max(lengths)), *inputs)
         results.append([y.detach(), *torch.autograd.grad((y.float() * w).sum(), inputs)])
     for exact, fast in zip(*results):
         assert exact.dtype == torch.float32 and fast.dtype == torch.bfloat16
