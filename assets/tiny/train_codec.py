@@ -367,6 +367,9 @@ if resume.endswith('.nemo'):                 # weights only; moments and discrim
     net.load_state_dict(state); average.load_state_dict(state)
 elif resume:
     for name, thing in files.items():
+        if not os.path.exists(f'{resume}/{name}.pt'):
+            print(f'{resume}/{name}.pt is not there: starts fresh')
+            continue
         state = torch.load(f'{resume}/{name}.pt', map_location=device, weights_only=True)
         if name.startswith('opt'):           # moments were written as bf16; the live lr tensors stay ours
             for s in state['state'].values(): s.update({k: v.float() for k, v in s.items()})
