@@ -12,7 +12,7 @@ sequence of N tokens (see `pack`): no padding, attention never crosses rows, pos
 
 Shape letters: N packed tokens, F frames, B rows, d width, K = 32 channels, L = 8 codes at most in a channel.
 """
-import inspect, json, math, os, shutil
+import functools, inspect, itertools, json, math, os, shutil
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -554,7 +554,7 @@ def code_nll(logits, codes):
 def stop_nll(logits, target, pos_weight):
     """Weighted binary cross-entropy, summed. logits, target [M]; target -100 = no target."""
     loss = F.binary_cross_entropy_with_logits(logits, target.clamp(min=0).float(), reduction='none',
-                                              pos_weight=logits.new_tensor(pos_weight))
+                                              pos_weight=logits.new_full((), pos_weight))    # new_tensor would wait for the device
     return (loss * (target >= 0)).sum()
 
 
@@ -674,13 +674,244 @@ def gap_weights(gap, mode='linear', scale=3.5, largest=4.0):
     return w / w.mean()
 
 # -----------------------------------------------------------------------------
-# generation
+# generation: rows of a continuously refilled batch, each in a slot with a cache, a length, a frame cap and a seed of its own
+
+def hashed(x):
+    """splitmix64's finaliser on int64 tensors (products wrap around): neighbouring numbers come out unrelated."""
+    for shift, factor in ((30, -0x40a7b892e31b1a47), (27, -0x6b2fb644ecceee15)):
+        x = (x ^ x >> shift & (1 << 64 - shift) - 1) * factor
+    return x ^ x >> 31 & (1 << 33) - 1
+
+
+def gumbel(key, frame, channels, width):
+    """Gumbel noise [S, K, L] of a row's key and frame number alone (a hashed counter): neither the batch nor its order matters.
+    The arg-max of logit + noise is a sample of softmax(logit)."""
+    at = frame[:, None] * (channels * width) + torch.arange(1, channels * width + 1, device=key.device)
+    bits = hashed(key[:, None] + at * -0x61c8864680b583eb) >> 41 & (1 << 23) - 1
+    return -(-((bits.float() + 0.5) / (1 << 23)).log()).log().view(-1, channels, width)
+
+
+@torch.library.custom_op('gepard::cached_attention', mutates_args=('cache',))
+def cached_attention(q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, pos: torch.Tensor, used: torch.Tensor,
+                     q_start: torch.Tensor, k_start: torch.Tensor, room: int) -> torch.Tensor:
+    """One token a row: writes kv [n, 2, kv heads, hd] to places pos of the cache [rows, places, 2, kv heads, hd], then attends to the
+    first `used` = pos + 1 places. q [n, group, kv heads, hd]: the query heads that share a key head stand as that many queries, so
+    no key is repeated. An opaque op, so that torch.compile neither copies the cache nor looks inside."""
+    cache[row, pos] = kv
+    if q.is_cuda and q.dtype != torch.float32:      # reads only what is used, whatever the cache's size: the step's shape never changes
+        keys, values = cache.flatten(0, 1).unbind(1)
+        return torch.ops.aten._flash_attention_forward(q.flatten(0, 1), keys, values, q_start, k_start, q.shape[1], cache.shape[1], 0.0,
+                                                       False, False, seqused_k=used)[0].view_as(q)
+    keys, values = cache[:len(q), :room].permute(2, 0, 3, 1, 4).unbind(0)           # [n, kv heads, room, hd]
+    seen = torch.arange(room, device=q.device) < used[:, None]
+    return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, seen[:, None, None]).transpose(1, 2).contiguous()
+
+
+@cached_attention.register_fake
+def _(q, kv, cache, row, pos, used, q_start, k_start, room):
+    return torch.empty_like(q)
+
+
+def cached(where, q, k, v):
+    """`attend` for one token a row. where: cached_attention's arguments after kv."""
+    q = q.unflatten(1, (k.shape[1], -1)).transpose(1, 2).contiguous()               # [n, group, kv heads, hd]
+    return cached_attention(q, torch.stack((k, v), 1), *where).transpose(1, 2).flatten(1, 2)
+
+
+@functools.cache
+def compiled(function):
+    return torch.compile(function, dynamic=True)
+
+
+class Decoder:
+    """Decodes any number of rows in a batch of fixed size. Each step samples one frame of every slot, all 32 channels at once,
+    feeds it back and reads the stop head; on a GPU it is one CUDA graph, and the host looks at it every few steps only.
+    A guided row has a second one without text beside it during its guided frames. See `generate` for the settings.
+
+    slots: rows at once; prompt: longest prompt, prefix included; frames: largest frame cap; compile: torch.compile the step's
+    parts (GPU; seconds at the start, less than half the time a step)."""
+    ended = (None, 'max_frames', 'force_stop_frames', 'stop_head')
+
+    def __init__(self, model, slots, prompt, frames, *, temperature=0.4, top_k=0, stop_threshold=0.5, cfg_scale=1.0, cfg_frames=20,
+                 uncond='empty_text', repetition_penalty=1.0, repetition_window=0, force_stop_frames=None, compile=False):
+        if force_stop_frames is not None and force_stop_frames < 1:
+            raise ValueError(f'force_stop_frames must be at least 1, got {force_stop_frames}')
+        if uncond not in ('empty_text', 'audio_only'):
+            raise ValueError(f"uncond must be 'empty_text' or 'audio_only', got {uncond!r}")
+        if min(temperature, top_k, cfg_frames, repetition_window) < 0 or repetition_penalty <= 0:
+            raise ValueError('temperature, top_k, cfg_frames and repetition_window must not be negative, repetition_penalty must be positive')
+        cfg, dev, dtype = model.cfg, model.model.norm.weight.device, model.model.norm.weight.dtype
+        self.model, self.slots, self.frames, self.dev, self.dtype = model, slots, frames, dev, dtype
+        self.temperature, self.top_k, self.stop_threshold = temperature, min(top_k, max(cfg.levels)), stop_threshold
+        self.cfg_scale, self.cfg_frames, self.guided = cfg_scale, cfg_frames or frames, cfg_scale != 1.0
+        self.penalty, self.window, self.force = repetition_penalty, repetition_window or frames, force_stop_frames or 0
+        s = cfg.special_tokens
+        self.blind = [s['start_of_text'], s['end_of_text'], s['start_of_speech']] if uncond == 'empty_text' else [s['start_of_speech']]
+        self.room, rows = max(prompt, cfg.num_queries + 3) + frames, slots * (1 + self.guided)
+        self.run_part = (lambda f: compiled(f)) if compile and dev.type == 'cuda' else (lambda f: f)
+        self.graphs, self.pool = {}, None                           # by number of rows, where the device has graphs
+        self.busy = {}                                              # slot -> [job, its second row, steps done, longest it can be]
+        # rows: the slots, then the second rows of guided ones
+        self.cache = [torch.zeros(rows, self.room, 2, cfg.num_key_value_heads, cfg.head_dim, device=dev, dtype=dtype) for _ in model.model.layers]
+        self.h = torch.zeros(rows, cfg.hidden_size, device=dev, dtype=dtype)        # the output that the next frame is drawn from
+        self.length, self.source = torch.zeros(rows, dtype=torch.long, device=dev), torch.arange(rows, device=dev) % slots
+        whole = lambda: torch.zeros(slots, dtype=torch.long, device=dev)
+        self.active, self.count, self.cap, self.key, self.reason, self.second = whole().bool(), whole(), whole(), whole(), whole(), whole()
+        # what was spoken; a column to spare takes what finished rows write
+        self.codes = torch.zeros(slots, frames + 1, len(cfg.levels), dtype=torch.uint8, device=dev)
+        self.logp, self.stop = torch.zeros(2, slots, frames + 1, device=dev)
+        self.all, group = torch.arange(rows, device=dev), cfg.num_attention_heads // cfg.num_key_value_heads
+        self.q_start, self.k_start = (torch.arange(rows + 1, device=dev, dtype=torch.int32) * k for k in (group, self.room))
+
+    def fill(self, jobs):
+        """Prompts of {slot: (number, text, prefix, seed, cap)} -> their caches: all packed end to end, as in training."""
+        model, dev, prompts = self.model, self.dev, []
+        spare = sorted(set(range(self.slots, 2 * self.slots)) - {b[1] for b in self.busy.values()}) if self.guided else []
+        for slot, (number, text, prefix, seed, cap) in jobs.items():
+            prompts.append((slot, text, prefix))
+            if self.guided:
+                prompts.append((spare.pop(0), self.blind, prefix))
+            self.busy[slot] = [number, prompts[-1][0] if self.guided else 0, 0, len(text) + (0 if prefix is None else len(prefix))]
+        slots = list(jobs)
+        tensor = lambda values: torch.tensor(values, device=dev)
+        at = tensor(slots)
+        self.active[at], self.count[at], self.reason[at] = True, 0, 0
+        self.key[at], self.cap[at] = hashed(tensor([j[3] for j in jobs.values()])), tensor([j[4] for j in jobs.values()])
+        if self.guided:
+            self.second[at] = tensor([self.busy[s][1] for s in slots])
+            self.source[self.second[at]] = at
+        p = [0 if prefix is None else len(prefix) for _, _, prefix in prompts]
+        sizes = [a + len(text) for a, (_, text, _) in zip(p, prompts)]
+        cu, n, row = np.cumsum([0, *sizes]), sum(sizes), tensor([r for r, *_ in prompts])
+        pos = np.arange(n) - np.repeat(cu[:-1], sizes)
+        voiced = tensor(pos < np.repeat(p, sizes))
+        token_row, pos, cu = row.repeat_interleave(tensor(sizes), output_size=n), tensor(pos), tensor(cu).int()
+
+        def attend(layer, q, k, v):
+            self.cache[layer][token_row, pos] = torch.stack((k, v), 1)
+            return packed_attention((cu, max(sizes)), q, k, v)
+
+        x = torch.zeros(n, model.cfg.hidden_size, device=dev, dtype=self.dtype)
+        x[~voiced] = model.model.embed_tokens(tensor([t for _, text, _ in prompts for t in text])).to(self.dtype)
+        if any(p):
+            x[voiced] = torch.cat([prefix for _, _, prefix in prompts if prefix is not None]).to(dev, self.dtype)
+        self.h[row] = model.model(x, pos, attend)[cu[1:].long() - 1]
+        self.length[row] = tensor(sizes)
+
+    def choose(self, n):
+        """Draws every slot's next frame -> its embedding for each of the first n rows, their positions' angles."""
+        cfg, s = self.model.cfg, self.slots
+        all_logits = self.model.code_logits(self.h[:n])                                 # [n, K, L]
+        cond = logits = all_logits[:s]
+        if n > s:
+            blank = all_logits[self.second.clamp(max=n - 1)]
+            guided = (self.count < self.cfg_frames)[:, None, None] & ~cond.isinf()
+            logits = torch.where(guided, blank + self.cfg_scale * (cond - blank), cond)
+        if self.penalty != 1.0:
+            back = self.count[:, None] - 1 - torch.arange(self.window, device=self.dev)
+            recent = self.codes[self.all[:s, None], back.clamp(min=0)].long().transpose(1, 2)       # [S, K, window]
+            seen = torch.zeros_like(logits).scatter_add(-1, recent, (back >= 0)[:, None].expand_as(recent).to(logits.dtype)) > 0
+            logits = torch.where(seen, torch.where(logits > 0, logits / self.penalty, logits * self.penalty), logits)
+        if self.top_k:
+            logits = logits.masked_fill(logits < logits.topk(self.top_k, -1).values[..., -1:], float('-inf'))
+        if self.temperature and self.top_k != 1:
+            logits = logits / self.temperature + gumbel(self.key, self.count, *logits.shape[1:])
+        codes = logits.argmax(-1)                                                       # [S, K]
+        self.codes[self.all[:s], self.count] = codes.to(torch.uint8)
+        self.logp[self.all[:s], self.count] = cond.log_softmax(-1).gather(-1, codes[..., None])[..., 0].sum(-1)
+        x = self.model.frame_embedding(codes).to(self.dtype)[self.source[:n]]
+        return x, *rotary(self.length[:n], cfg)
+
+    def settle(self, n, x):
+        """After the layers: x [n, d] -> the rows' outputs, and which rows go on."""
+        s = self.slots
+        h = self.model.model.norm(x)
+        self.h[:n] = h
+        stop = self.model.stop_head(h[:s]).float()[:, 0]
+        self.stop[self.all[:s], self.count] = stop
+        self.count += self.active
+        capped = self.count >= self.cap
+        forced = ~capped & (self.count == self.force)
+        stopped = ~capped & ~forced & (torch.sigmoid(stop) > self.stop_threshold)
+        ended = 1 * capped + 2 * forced + 3 * stopped
+        self.reason.copy_(torch.where(self.active, ended, self.reason))
+        self.active &= ended == 0
+        # a row without work stays at its first place, where its attention costs nothing
+        on = self.active[self.source[:n]]
+        on[s:] &= (self.second[self.source[s:n]] == self.all[s:n]) & (self.count[self.source[s:n]] < self.cfg_frames)
+        self.length[:n] = torch.where(on, self.length[:n] + 1, 0)
+
+    def one_step(self, n):
+        x, cos, sin = self.run_part(Decoder.choose)(self, n)
+        row, pos = self.all[:n], self.length[:n]
+        used = (pos + 1).int()
+        starts = self.q_start[:n + 1], self.k_start[:n + 1]
+        room = self.room if self.dev.type == 'cuda' else min(self.room, 1 + max(b[2] + b[3] for b in self.busy.values()))
+        for layer, cache in zip(self.model.model.layers, self.cache):
+            x = self.run_part(Layer.forward)(layer, x, cos, sin, cached, (cache, row, pos, used, *starts, room))
+        self.run_part(Decoder.settle)(self, n, x)
+
+    def step(self):
+        """One frame of every slot. The number of rows moves in eighths, each with its own graph: the first step of a kind runs
+        as it is (and warms up), the second is recorded."""
+        seconds = [1 + second - self.slots for _, second, steps, _ in self.busy.values() if self.guided and steps < self.cfg_frames]
+        eighth = max(1, self.slots // 8)
+        n = self.slots + min(self.slots, -(-max(seconds, default=0) // eighth) * eighth)
+        if self.dev.type != 'cuda' or n not in self.graphs:
+            self.graphs[n] = None
+            self.one_step(n)
+        else:
+            if self.graphs[n] is None:
+                self.graphs[n] = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graphs[n], pool=self.pool, capture_error_mode='thread_local'):   # others may use the GPU
+                    self.one_step(n)
+                self.pool = self.graphs[n].pool()
+            self.graphs[n].replay()
+        for b in self.busy.values():
+            b[2] += 1
+
+    @torch.no_grad()
+    def run(self, jobs, every=8, on_frame=None):
+        """Jobs (text, prefix [8, d] or None, seed, cap), any iterable -> yields (number, result) as they end, see `generate`. The host
+        looks every so many steps; free slots are filled once there is a sixteenth of them. on_frame: see `generate`."""
+        jobs, step = enumerate(jobs), 0
+        self.busy.clear()
+        self.active.fill_(False)
+        more = True
+        while True:
+            free = [s for s in range(self.slots) if s not in self.busy]
+            if more and len(free) >= max(1, self.slots // 16):
+                new = [(n, *job) for n, job in itertools.islice(jobs, len(free))]
+                more = len(new) == len(free)
+                if new:
+                    self.fill(dict(zip(free, new)))
+            if not self.busy:
+                return
+            for _ in range(1 if on_frame else every):
+                running, count = (self.active.clone(), self.count.clone()) if on_frame else (None, None)
+                self.step()
+                if on_frame:
+                    on_frame(step, self.codes[self.all[:self.slots], count].long(), running)
+                step += 1
+            still = self.active.tolist()                            # the host waits here
+            done = [s for s in self.busy if not still[s]]
+            if not done:
+                continue
+            at = torch.tensor(done, device=self.dev)
+            count, reason = torch.stack((self.count[at], self.reason[at])).tolist()
+            codes, logp, stop = (t[at, :max(count)].cpu() for t in (self.codes, self.logp, self.stop))
+            for i, slot in enumerate(done):
+                checked = count[i] - (reason[i] != 3)               # no stop is read after the last frame of a cut row
+                yield self.busy.pop(slot)[0], {
+                    'codes': codes[i, :count[i]].long(), 'logp': logp[i, :count[i]], 'stop_logits': stop[i, :checked],
+                    'stop_probs': stop[i, :checked].sigmoid().tolist(), 'ended_by': self.ended[reason[i]]}
+
 
 @torch.no_grad()
-def generate(model, texts, prefix=None, *, max_frames=300, temperature=0.4, top_k=0, stop_threshold=0.5, cfg_scale=1.0,
-             cfg_frames=20, uncond='empty_text', repetition_penalty=1.0, repetition_window=0, force_stop_frames=None,
-             seeds=None, on_frame=None):
-    """Speak a batch. texts: B lists of laid-out ids (end with SOS); prefix [B, 8, d] or None.
+def generate(model, texts, prefix=None, *, max_frames=300, seeds=None, on_frame=None, decoder=None, **settings):
+    """Speak a batch. texts: B lists of laid-out ids (end with SOS); prefix [B, 8, d] or None. settings are Decoder's: temperature=0.4,
+    top_k=0, stop_threshold=0.5, cfg_scale=1.0, cfg_frames=20, uncond='empty_text', repetition_penalty=1.0, repetition_window=0,
+    force_stop_frames=None.
 
     Each step samples all 32 channels of one frame per row, feeds it back and reads the stop head; a row ends when
     sigmoid(stop) > stop_threshold (frame included), after force_stop_frames, or at max_frames (an int or one per row).
@@ -688,121 +919,29 @@ def generate(model, texts, prefix=None, *, max_frames=300, temperature=0.4, top_
     scale * (cond - uncond) on the first cfg_frames frames (0 = all); the unconditional branch keeps the prefix and sees
     no text ('empty_text': SOT EOT SOS, 'audio_only': SOS); the stop is the conditioned branch's. repetition_penalty
     (Keskar 2019) by channel over the last repetition_window frames (0 = all). seeds: one per row; a row's noise depends
-    on its seed alone, not on the batch. on_frame(step, codes [B, K], running [B]) is called for each frame.
+    on its seed alone, not on the batch. on_frame(step, codes [B, K], running [B]) is called for each frame. decoder: one
+    made before for the same settings, with a slot a text: what a first call must set up is then there.
 
-    Returns B dicts: codes [n, K] int64, stop_probs list, ended_by 'stop_head' | 'max_frames' | 'force_stop_frames'.
+    Returns B dicts: codes [n, K] int64 on the CPU, logp [n] (log-probability of each frame's codes, unguided, at temperature
+    1), stop_logits and stop_probs of each check, ended_by 'stop_head' | 'max_frames' | 'force_stop_frames'.
     """
-    cfg, dev = model.cfg, next(model.parameters()).device
-    if any(not t or t[-1] != cfg.special_tokens['start_of_speech'] for t in texts):
+    b = len(texts)
+    if any(not t or t[-1] != model.cfg.special_tokens['start_of_speech'] for t in texts):
         raise ValueError('generate: every text must be laid out (end with start_of_speech)')
-    if force_stop_frames is not None and force_stop_frames < 1:
-        raise ValueError(f'force_stop_frames must be at least 1, got {force_stop_frames}')
-    if uncond not in ('empty_text', 'audio_only'):
-        raise ValueError(f"uncond must be 'empty_text' or 'audio_only', got {uncond!r}")
-    if min(temperature, top_k, cfg_frames, repetition_window) < 0 or repetition_penalty <= 0:
-        raise ValueError('temperature, top_k, cfg_frames and repetition_window must not be negative, repetition_penalty must be positive')
-    b, width, channels = len(texts), max(cfg.levels), len(cfg.levels)
-    caps = torch.as_tensor(max_frames, device=dev)
-    wrong = [f'{k}: {len(v)} for {b} texts' for k, v in (('prefix', prefix), ('seeds', seeds), ('max_frames', caps if caps.dim() else None))
-             if v is not None and len(v) != b]
+    caps = max_frames.tolist() if torch.is_tensor(max_frames) else max_frames
+    caps = [caps] * b if isinstance(caps, int) else caps
+    seeds = list(range(b)) if seeds is None else seeds
+    wrong = [f'{k}: {len(v)} for {b} texts' for k, v in (('prefix', prefix), ('seeds', seeds), ('max_frames', caps)) if v is not None and len(v) != b]
     if wrong or not texts:
         raise ValueError('generate: ' + (', '.join(wrong) or 'no texts'))
-    caps = caps.expand(b)
-    longest = int(caps.max())
-    if int(caps.min()) < 1:
+    if min(caps) < 1:
         raise ValueError(f'max_frames must be at least 1, got {max_frames}')
-    greedy = temperature == 0 or top_k == 1
-    if not greedy:
-        seeds = list(range(b)) if seeds is None else seeds
-        # Gumbel noise: arg-max of logit + noise is a sample of softmax(logit)
-        noise = torch.stack([torch.rand(longest, channels, width, generator=torch.Generator().manual_seed(s)) for s in seeds])
-        noise = -(-noise.clamp(1e-10, 1 - 1e-7).log()).log().to(dev)
-
-    guided = cfg_scale != 1.0
-    s = cfg.special_tokens
-    blind = [s['start_of_text'], s['end_of_text'], s['start_of_speech']] if uncond == 'empty_text' else [s['start_of_speech']]
-    prompts = texts + [blind] * b * guided
     p = 0 if prefix is None else prefix.shape[1]
-    lengths = torch.tensor([p + len(t) for t in prompts], device=dev)
-    room = int(lengths.max()) + longest
-    kv = [[torch.zeros(len(prompts), cfg.num_key_value_heads, room, cfg.head_dim, device=dev) for _ in 'kv'] for _ in model.model.layers]
-
-    # prefill: all prompts packed, as in training, leaving keys and values in each row's cache
-    cu = F.pad(lengths.cumsum(0), (1, 0)).int()
-    n = int(cu[-1])
-    row = torch.repeat_interleave(torch.arange(len(prompts), device=dev), lengths)
-    slot = torch.arange(n, device=dev) - cu[row]
-    where = cu, int(lengths.max())
-
-    def prefill(i, q, k, v):
-        for j, t in enumerate((k, v)):
-            kv[i][j] = kv[i][j].to(t.dtype)
-            kv[i][j][row, :, slot] = t
-        return packed_attention(where, q, k, v)
-
-    embed = model.model.embed_tokens(torch.tensor([i for t in prompts for i in t], device=dev))
-    x = embed.new_zeros(n, cfg.hidden_size)
-    if p:
-        x[slot < p] = prefix.repeat(1 + guided, 1, 1).flatten(0, 1).to(x.dtype)
-    x[slot >= p] = embed
-    h = model.model(x, slot, prefill)[cu[1:].long() - 1]                # [rows, d] at SOS
-
-    every = torch.arange(len(prompts), device=dev)
-    running = torch.ones(b, dtype=torch.bool, device=dev)
-    count = torch.zeros(b, dtype=torch.long, device=dev)
-    frames, stops, reason = [], [], [None] * b
-    for step in range(longest):
-        if guided and step == cfg_frames > 0:                           # past the onset: drop the unconditional rows
-            guided, h, every = False, h[:b], every[:b]
-        logits = model.code_logits(h)
-        if guided:
-            cond, blank = logits[:b], logits[b:]
-            logits = torch.where(cond.isinf(), cond, blank + cfg_scale * (cond - blank))
-        else:
-            logits = logits[:b]
-        if repetition_penalty != 1.0 and frames:
-            recent = torch.stack(frames[-repetition_window:], -1)       # [B, K, frames]
-            seen = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, recent, True)
-            logits = torch.where(seen, torch.where(logits > 0, logits / repetition_penalty, logits * repetition_penalty), logits)
-        if top_k > 0:
-            logits = logits.masked_fill(logits < logits.topk(min(top_k, width), -1).values[..., -1:], float('-inf'))
-        codes = (logits if greedy else logits / temperature + noise[:, step]).argmax(-1)    # [B, K]
-        frames.append(codes)
-        count += running
-        if on_frame:
-            on_frame(step, codes, running)
-        stop_now = running & (count >= caps)
-        forced = running & ~stop_now & (count == (force_stop_frames or -1))
-        for kind, mask in (('max_frames', stop_now), ('force_stop_frames', forced)):
-            for i in mask.nonzero()[:, 0].tolist():
-                reason[i] = kind
-        running = running & ~stop_now & ~forced
-        if not running.any():
-            break
-
-        x = model.frame_embedding(codes)
-        x = torch.cat((x, x)) if len(every) > b else x
-        pos = lengths[:len(every)] + step                               # where this frame stands in its row
-        seen_mask = torch.arange(room, device=dev) <= pos[:, None]
-
-        def decode(i, q, k, v):
-            for j, t in enumerate((k, v)):
-                kv[i][j][every, :, pos] = t
-            keys, values = (c[:len(every)] for c in kv[i])
-            return F.scaled_dot_product_attention(q[:, :, None], keys, values, seen_mask[:, None, None], enable_gqa=True)[:, :, 0]
-
-        h = model.model(x.to(embed.dtype), pos, decode)
-        prob = torch.sigmoid(model.stop_head(h[:b]).float()[:, 0])
-        stops.append((prob, running))
-        done = running & (prob > stop_threshold)
-        for i in done.nonzero()[:, 0].tolist():
-            reason[i] = 'stop_head'
-        running = running & ~done
-        if not running.any():
-            break
-    frames = torch.stack(frames, 1)                                     # [B, steps, K]
-    return [{'codes': frames[i, :int(count[i])], 'ended_by': reason[i],
-             'stop_probs': [float(pr[i]) for pr, live in stops if live[i]]} for i in range(b)]
+    decoder = decoder or Decoder(model, b, p + max(map(len, texts)), max(caps), **settings)
+    results = [None] * b
+    for number, result in decoder.run(zip(texts, [None] * b if prefix is None else prefix, seeds, caps), on_frame=on_frame):
+        results[number] = result
+    return results
 
 # -----------------------------------------------------------------------------
 # optimizer groups
