@@ -20,6 +20,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.checkpoint import checkpoint
 
 from codec import dequantize, unfold
 
@@ -292,12 +293,17 @@ class Backbone(nn.Module):
         self.layers = nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers))
         self.norm = RMSNorm(cfg.hidden_size, cfg.rms_norm_eps, 1)
         self.cfg = cfg
+        self.recompute = False      # True: a layer runs again in the backward pass instead of keeping its insides
 
-    def forward(self, x, position, attend, where=None):
-        """x [N, d] input vectors, position [N] -> [N, d]. where: what `attend` is told, by default the layer's number."""
+    def forward(self, x, position, attend, where=None, states=None):
+        """x [N, d] input vectors, position [N] -> [N, d]. where: what `attend` is told, by default the layer's number;
+        states: a list that each layer's output is put into."""
         cos, sin = rotary(position, self.cfg)
         for i, layer in enumerate(self.layers):
-            x = layer(x, cos, sin, attend, i if where is None else where)
+            args = x, cos, sin, attend, i if where is None else where
+            x = checkpoint(layer, *args, use_reentrant=False) if self.recompute and self.training else layer(*args)
+            if states is not None:
+                states.append(x)
         return self.norm(x)
 
 
@@ -404,11 +410,15 @@ class Gepard(nn.Module):
             self.null_prefix = nn.Parameter(torch.empty(cfg.num_queries, d))
             if cfg.supcon_hidden:
                 self.supcon_head = SupConHead(d, cfg.supcon_hidden, cfg.supcon_dim)
-        start = np.cumsum([0, *cfg.levels[:-1]])
-        width = max(cfg.levels)
-        slots = [k * width + j for k, n in enumerate(cfg.levels) for j in range(n)]
-        self.register_buffer('table_start', torch.tensor(start), persistent=False)   # [K] first row of each table
-        self.register_buffer('slots', torch.tensor(slots), persistent=False)         # [216] place in the padded K x L grid
+        self.register_buffer('table_start', torch.empty(len(cfg.levels), dtype=torch.long), persistent=False)   # [K] first row of each table
+        self.register_buffer('slots', torch.empty(total, dtype=torch.long), persistent=False)   # [216] place in the padded K x L grid
+        self.fill_buffers()
+
+    def fill_buffers(self):
+        """The constants that no checkpoint holds; to be called again after a start on the meta device."""
+        levels, width = self.cfg.levels, max(self.cfg.levels)
+        self.table_start.copy_(torch.from_numpy(np.cumsum([0, *levels[:-1]])))
+        self.slots.copy_(torch.tensor([k * width + j for k, n in enumerate(levels) for j in range(n)]))
 
     @torch.no_grad()
     def init_weights(self, seed, backbone=True):
@@ -482,7 +492,9 @@ class Gepard(nn.Module):
             mean = q.mean(1)
             mean = self.supcon_head(mean) if self.cfg.supcon_hidden else mean
             out = {'q': q, 'features': F.normalize(mean.float(), dim=-1)}
-        h = self.model(x, batch['position'], packed_attention, (batch['cu_seqlens'], batch['max_len']))
+        if 'states' in batch:                                                     # a list: telemetry looks inside
+            out['inputs'] = x
+        h = self.model(x, batch['position'], packed_attention, (batch['cu_seqlens'], batch['max_len']), batch.get('states'))
         h = h[torch.cat((batch['frame_at'] - 1, batch['last_at']))]               # only outputs that have a target
         n = len(codes)
         return out | {'codes': codes, 'logits': self.code_logits(h[:n]), 'stop_logits': self.stop_head(h).float()[:, 0]}
