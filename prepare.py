@@ -29,6 +29,7 @@ sources = ()                    # what goes in, in this order: a tuple of dicts,
 #                 a folder of them; hf: a save_to_disk folder or a Hub name; folder: x.wav beside x.txt, a folder in it is a speaker
 #   kind          one of those seven words; left out: by the extension or what is in the folder (first line with '|': ljspeech)
 #   split, subset of a Hugging Face dataset: 'train' and none if left out
+#   streaming     True: of a Hub dataset, or a folder of parquet, nothing is stored here, each rank reads it through; left out: False
 #   columns       {'audio': .., 'text': .., 'speaker': .., 'language': ..} -> the table's column names (numbers: a table without
 #                 header). Left out: audio, text, and speaker if the table has one. A row without speaker is a null row.
 #                 parquet, hf: audio is a path or an Audio column. Columns nano_layer_1..8 (lists of packed codes; 'layers' gives
@@ -72,6 +73,8 @@ NANO = {'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8} 
 SPLITS = ('train', 'val', 'val_speakers')
 FREE = ('out_dir', 'max_reject_share', 'device', 'num_workers', 'batch_seconds', 'unit_rows', 'picture', 'check_rows', 'overwrite')     # they change no byte
 KINDS = {'csv': ',', 'tsv': '\t', 'ljspeech': '|', 'jsonl': '', 'parquet': '', 'hf': '', 'folder': ''}
+KEYS = {'name': str, 'path': str, 'kind': str, 'split': str, 'subset': str, 'streaming': bool, 'columns': dict, 'root': str, 'quotes': bool, 'language_tag': str,
+        'max_rows': int}                            # of a source, and their types
 AUDIO = ('.wav', '.flac', '.ogg', '.mp3')
 NO_SPEAKER = ('', 'nan', 'NaN', 'NAN', 'None', 'none', 'null', 'NULL', 'N/A', '<NA>', '__null_ref__')    # what tables write for none ('Nan' is a name)
 
@@ -146,6 +149,10 @@ def load_tokenizer(name):
 def clean_text(text):
     """NFC; each run of control characters, newlines, line separators and stray BOMs is one space; stripped."""
     return re.sub('\\s*[\\x00-\\x1f\\x7f-\\x9f\\u2028\\u2029\\ufeff]+\\s*', ' ', unicodedata.normalize('NFC', text)).strip()
+
+def tagged(text, tag):
+    """The text as the model reads it: clean, 'es: ' before it where it has the tag 'es'."""
+    return f'{tag.lower()}: {clean_text(text)}' if tag else clean_text(text)
 
 def encode_text(tokenizer, text):
     """Ids (list of int) of a transcript, no layout: NFC, stripped. tokenizer: of `tokenizers`, or a fast one of transformers."""
@@ -238,25 +245,37 @@ def kind_of(source):
 
 def fault_of(source):
     """What is wrong with the dict of a source, or ''."""
-    name, path, most, columns = (source.get(k) for k in ('name', 'path', 'max_rows', 'columns'))
-    unknown = set(source) - {'name', 'path', 'kind', 'columns', 'root', 'quotes', 'language_tag', 'max_rows', 'split', 'subset'}
-    if unknown:
-        return f"unknown {', '.join(sorted(map(repr, unknown)))}"
-    if not isinstance(name, str) or not name.strip() or '/' in name:
+    for key, value in source.items():
+        if key not in KEYS:
+            return f"unknown key {key!r}: {', '.join(KEYS)} are there"
+        if type(value) is not KEYS[key] or value in ('', {}):
+            return f'{key} {value!r}: wanted {KEYS[key].__name__}' + ', not empty' * (not value)
+    missing = [k for k in ('name', 'path') if k not in source]
+    if missing:
+        return f"no {' and no '.join(missing)}"
+    name, path, columns = source['name'], source['path'], source.get('columns')
+    if not name.strip() or '/' in name:
         return f"name {name!r}: a string without '/'"
     if source.get('kind', 'csv') not in KINDS:
         return f"kind {source['kind']!r} of {path}: one of {', '.join(KINDS)}"
-    if not isinstance(path, str) or not os.path.exists(path) and source.get('kind') != 'hf':
+    if not os.path.exists(path) and source.get('kind') != 'hf':
         return f"path {path!r}: no such table or folder (a Hub name takes 'kind': 'hf')"
     kind = kind_of(source)
     if kind not in KINDS:
         return f"{path}: of unknown kind: one of {', '.join(KINDS)}"
     if kind not in ('parquet', 'hf') and os.path.isdir(path) != (kind == 'folder'):
         return f"path {path!r} is {'' if os.path.isdir(path) else 'not '}a folder, kind is {kind!r}"
-    if most is not None and (not isinstance(most, int) or most < 1):
-        return f'max_rows {most!r}: 1 or more'
+    idle = [k for k in source if k in ('split', 'subset', 'streaming') and kind != 'hf' or k == 'quotes' and not KINDS[kind] or k == 'columns' and kind == 'folder']
+    if idle:
+        return f"{idle[0]}: says nothing to kind {kind!r}"
+    if source.get('max_rows', 1) < 1:
+        return f"max_rows {source['max_rows']}: 1 or more"
+    if not os.path.isdir(source.get('root', '.')):
+        return f"root {source['root']!r}: no such folder"
+    if clean_text(source.get('language_tag', 'x')) != source.get('language_tag', 'x'):
+        return f"language_tag {source['language_tag']!r}: blanks or control characters at its ends or in it"
     arrow, roles = kind in ('parquet', 'hf'), {'audio', 'text', 'speaker', 'language'}
-    if columns and (kind == 'folder' or not (set() if arrow else {'audio', 'text'}) <= set(columns) <= roles | ({'layers', 'encoded_len'} if arrow else set())
+    if columns and (not (set() if arrow else {'audio', 'text'}) <= set(columns) <= roles | ({'layers', 'encoded_len'} if arrow else set())
                     or {type(c) for c in columns.values()} not in ({str}, {str} if arrow else {int})):
         return f'columns {columns}: audio, text, speaker? and language?, by name, or all by number in a table without header'
     return ''
@@ -368,29 +387,48 @@ def source_rows(number, source, rows=None):
                 bad = f'text without a letter or digit: {ascii(text)[:200]}'
         row = {'source': number, 'line': line, 'audio': str(audio)}
         yield {**row, 'reason': bad.split(':')[0], 'detail': bad.partition(': ')[2]} if bad else {
-            **row, 'path': data if data is not None else os.path.join(root, audio), 'text': f'{tag.lower()}: {text}' if tag else text, 'tag': (tag or '').lower(),
+            **row, 'path': data if data is not None else os.path.join(root, audio), 'text': tagged(text, tag), 'tag': (tag or '').lower(),
             'hash': share_of(text), 'key': key_of(number, text, data if data is not None else audio.encode()),
             'speaker': None if speaker in NO_SPEAKER else f"{source['name']}/{speaker}"}
 
 # ---- Arrow: parquet and Hugging Face datasets
 
 def open_arrow(source):
-    """open_lines of a parquet file, a folder of them, a save_to_disk folder or a Hub dataset; read gives (rows, Arrow table or None): the
-    tokens stay in Arrow."""
-    path, given, kind = source['path'], source.get('columns') or {}, kind_of(source)
-    if kind == 'hf':
-        split = source.get('split', 'train')
+    """open_lines of a parquet file, a folder of them, a save_to_disk folder or a Hugging Face dataset; read gives (rows, Arrow table or None):
+    the tokens stay in Arrow."""
+    path, given, want, files = source['path'], source.get('columns') or {}, [0], []
+    if kind_of(source) == 'hf':
+        split, streaming = source.get('split', 'train'), source.get('streaming', False)
         try:
             import datasets
-            data = datasets.load_from_disk(path) if os.path.isdir(path) else datasets.load_dataset(path, source.get('subset'), split=split)
-            data = data[split] if isinstance(data, dict) else data
+            whole = os.path.isdir(path) and not streaming
+            data = datasets.load_from_disk(path) if whole else datasets.load_dataset(path, source.get('subset'), split=split, streaming=streaming)
+            data = (data[split] if isinstance(data, dict) else data).with_format('arrow')
+            schemas = [next(data.iter(1)).schema if streaming else data.features.arrow_schema]
         except ImportError as e:
-            stop(f'{path}: {e}: pip install datasets')
-        except Exception as e:                  # of many kinds: no such name, no network, no such split, a broken file
+            stop(f"source {source['name']!r}: {e}: pip install datasets")
+        except Exception as e:                  # of many kinds: no such name, no network, no such split, no rows, a broken file
             stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
-        files, schemas, total = [f['filename'] for f in data.cache_files], [data.features.arrow_schema], len(data)
+        files = [] if streaming else [f['filename'] for f in data.cache_files]
+        size_of = lambda: len(data)
+        if streaming:
+            def size_of():                      # what the Hub says, else one pass over the texts
+                known = (data.info.splits or {}).get(split)
+                return known and known.num_examples or sum(map(len, data.select_columns([roles['text']]).take(source.get('max_rows', sys.maxsize)).iter(1024)))
+        def batches():
+            nonlocal data
+            if streaming:
+                yield from zip(itertools.count(want[0], 1024), data.select_columns(names).skip(want[0]).iter(1024))
+            for k, at in enumerate(range(0, 0 if streaming else len(data), 1024)):
+                if k % 16 == 0 and files:       # what was read of a mapped file stays in resident memory: map it anew
+                    data = pickle.loads(pickle.dumps(data))
+                if at + 1024 > want[0]:
+                    yield at, data.select_columns(names)[at:at + 1024]
     else:
-        import pyarrow as pa, pyarrow.parquet as pq
+        try:
+            import pyarrow as pa, pyarrow.parquet as pq
+        except ImportError as e:
+            stop(f"source {source['name']!r}: {e}: pip install pyarrow")
         files, schemas, groups = files_below(path, ('.parquet',)) if os.path.isdir(path) else [path], [], []
         for f in files:
             try:
@@ -401,7 +439,16 @@ def open_arrow(source):
                 stop(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
         if not files:
             stop(f'{path}: no .parquet file in it')
-        total = sum(n for *_, n in groups)
+        size_of = lambda: sum(n for *_, n in groups)
+        def batches(at=0):                      # batch by batch: a row group may be larger than memory
+            for f, g, n in groups:
+                if at + n > want[0]:            # else another rank's
+                    with pq.ParquetFile(f, buffer_size=1 << 20) as p:
+                        part = at
+                        for batch in p.iter_batches(1024, [g], names):
+                            yield part, pa.Table.from_batches([batch])
+                            part += len(batch)
+                at += n
     prefix, has = given.get('layers', 'nano_layer_'), schemas[0].names
     layers = sorted((n for n in has if re.fullmatch(re.escape(prefix) + '[0-9]+', n)), key=lambda n: int(n[len(prefix):]))
     wanted = {f'layer{k}': f'{prefix}{k + 1}' for k in range(NANO['groups'])}
@@ -409,7 +456,7 @@ def open_arrow(source):
         stop(f"{(files or [path])[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
     roles = {**(wanted if layers else {'audio': 'audio'}), 'text': 'text', **{k: k for k in ('speaker', 'encoded_len')[:1 + bool(layers)] if k in has}}
     roles.update((k, v) for k, v in given.items() if k != 'layers' and not (layers and k == 'audio'))
-    for f, schema in zip(files, schemas):
+    for f, schema in zip(files or [path], schemas):
         missing = [c for c in roles.values() if c not in schema.names]
         if missing:
             stop(f"{f}: no column {', '.join(map(repr, missing))}; it has {schema.names}: say which is which in the source's columns")
@@ -417,41 +464,22 @@ def open_arrow(source):
             if not re.fullmatch(r'(large_|fixed_size_)?list<\w+: u?int(8|16|32|64)( not null)?>(\[\d+\])?', str(schema.field(c).type)):
                 stop(f'{f}: column {c} is {schema.field(c).type}, wanted a list of ints')
     names = list(dict.fromkeys(roles.values()))
-    def pick(table, start):
-        table = table.select(list(roles.values())).rename_columns(list(roles))
-        plain = table.select([c for c in table.column_names if c != 'encoded_len' and not c.startswith('layer')])
-        return [(start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1)], table if layers else None
-    count = lambda: min(total, source.get('max_rows') or total)
-    if kind == 'hf':
-        data, reads = data.with_format('arrow', columns=names), 0
-        def read(start, end):
-            nonlocal data, reads
-            reads += 1
-            if files and reads % 4 == 0:        # what was read of a mapped file stays in resident memory: map it anew
-                data = pickle.loads(pickle.dumps(data))
-            return pick(data[start:end], start)
-        return count, read, files, bool(layers)
-
-    want, held = [0], []        # parquet is read forward, batch by batch: a row group may be larger than memory
-    def batches(at=0):
-        for f, g, n in groups:
-            if at + n <= want[0]:                       # another rank's
-                at += n
-                continue
-            with pq.ParquetFile(f, buffer_size=1 << 20) as p:
-                for batch in p.iter_batches(1024, [g], names):
-                    yield at, batch
-                    at += len(batch)
-    stream = batches()
+    stream, held = batches(), []                # read forward, also where rows could be had in any order
     def read(start, end):
         want[0], parts, upto = start, [], -1
         while upto < end:
-            at, batch = held.pop() if held else next(stream)
+            at, batch = held.pop() if held else next(stream, (None, None))
+            if batch is None:
+                stop(f'{path}: it ended before row {end}; {count()} rows were promised')
             upto = at + len(batch)
             if upto > start:
                 parts.append(batch.slice(max(0, start - at), end - max(at, start)))
         held.extend([(at, batch)] * (upto > end))
-        return pick(pa.Table.from_batches(parts), start)
+        import pyarrow as pa
+        table = pa.concat_tables(parts).select(list(roles.values())).rename_columns(list(roles))
+        plain = table.select([c for c in table.column_names if c != 'encoded_len' and not c.startswith('layer')])
+        return [(start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1)], table if layers else None
+    count = lambda: min(size_of(), source.get('max_rows', sys.maxsize))
     return count, read, files, bool(layers)
 
 def tokens_of(table, radix):
@@ -590,7 +618,7 @@ if __name__ == '__main__':
     for i, s in enumerate(sources):
         complaint = fault_of(s) or f"name {s['name']!r}: another source has it" * (s['name'] in [x['name'] for x in sources[:i]])
         if complaint:
-            stop(f'sources[{i}]: {complaint}')
+            stop(f"sources[{i}]{' ' + repr(s['name']) if 'name' in s else ''}: {complaint}")
     try:
         tok, path = load_tokenizer(tokenizer)
     except Exception as e:

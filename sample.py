@@ -3,6 +3,7 @@ Speaks a text with any checkpoint: text (and a reference clip for the voice) -> 
 
     python sample.py --ckpt=out/tiny --text="four two seven" --ref=voice.wav --out=out.wav
     python sample.py --ckpt=out/tiny --file=texts.txt --out=spoken/line.wav        # a line each: spoken/line-1.wav, ...
+    python sample.py --ckpt=out/spanish --text="Hola." --language=es               # as the training corpus was tagged
     python sample.py --ckpt=nineninesix/gepard-1.0 --text="Hello." --stream=true   # audio is written while it is made
 
 Several texts are spoken as one batch. Without --ref a checkpoint with voice cloning speaks with its null prefix (some
@@ -14,6 +15,7 @@ import os, sys, time
 ckpt = 'out/pretrain'           # a checkpoint folder, a run's folder (its newest checkpoint), or a Hub name
 text = ''                       # one text, or
 file = ''                       # a UTF-8 file with one text a line
+language = ''                   # one of the language tags that the checkpoint was trained with, such as es: put before each text; '' = none
 ref = ''                        # audio file of the voice; its first max_ref_seconds are used
 prefix = 'auto'                 # 'auto' = the reference, else the null prefix; 'null'; 'none' = no prefix at all
 out = 'out.wav'                 # with several texts their number goes before the extension; a .png lies beside each
@@ -91,7 +93,7 @@ import torch
 
 import model as M
 from codec import NanoCodec, save_spectrogram, save_wav
-from prepare import encode_text, load_clip, load_tokenizer
+from prepare import encode_text, load_clip, load_tokenizer, tagged
 
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -105,6 +107,12 @@ if compute not in (torch.float32, torch.bfloat16):
 try:
     gepard, folder = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt, device, compute)
     cfg = gepard.cfg
+    if language:
+        name = os.path.join(folder, 'training_metadata.json')
+        stage = M.read_json(name) if os.path.exists(name) else {}
+        known = sorted({tag for s in (stage, *stage.get('history', [])) for tag in s.get('corpus', {}).get('languages') or ()})
+        if language.lower() not in known:
+            fail(f'--language={language}: ' + (f"{ckpt} knows {', '.join(known)}" if known else f'{ckpt} was trained without language tags, or its training_metadata.json is not there'))
     tokenizer = load_tokenizer(folder)[0]
     nano = NanoCodec(codec or cfg.codec['codec_id'], device=device)
 except (OSError, ValueError, ImportError) as e:
@@ -116,7 +124,7 @@ if list(nano.levels) * nano.groups != list(cfg.levels):
 
 prompts = []
 for where, t in texts:
-    ids = encode_text(tokenizer, t)
+    ids = encode_text(tokenizer, tagged(t, language))
     if not ids:
         fail(f'{where}: the tokenizer makes no tokens of {t!r}')
     prompts.append(M.prompt(ids, cfg))

@@ -213,18 +213,32 @@ def test_a_wrong_table_is_an_error_with_file_and_line(tmp_path, fake, name, data
     assert not os.path.exists(tmp_path / 'out')
 
 @pytest.mark.parametrize('change, said', (
-    ({'name': 'a/b'}, "without '/'"), ({'path': 'nowhere.csv'}, 'no such table'), ({'pathh': 'x'}, "unknown 'pathh'"), ({'kind': 'xml'}, "kind 'xml'"),
+    ({'name': 'a/b'}, "without '/'"), ({'path': 'nowhere.csv'}, 'no such table'), ({'pathh': 'x'}, "sources[0] 'a': unknown key 'pathh'"), ({'kind': 'xml'}, "kind 'xml'"),
     ({'columns': {'audio': 'a', 'txt': 'b'}}, 'columns {'), ({'max_rows': -1}, 'max_rows'),
     ({'kind': 'folder'}, 'is not a folder'), ({'path': '.', 'kind': 'csv'}, 'is a folder'), ({'path': 'a/name'}, "takes 'kind': 'hf'"), ({'path': ROOT + '/tests/data/byte_tokenizer', 'kind': 'parquet'}, 'no .parquet file'),
-    ({'path': ROOT + '/tests/data/byte_tokenizer', 'kind': 'hf'}, 'byte_tokenizer, split'), ({'name': 7}, 'name 7')))
+    ({'path': ROOT + '/tests/data/byte_tokenizer', 'kind': 'hf'}, 'byte_tokenizer, split'), ({'name': 7}, 'sources[0] 7: name 7: wanted str'),
+    *(({key: value}, f"sources[0] 'a': {key} {value!r}: wanted {kind}") for key, value, kind in (
+        ('quotes', 'no', 'bool'), ('quotes', 0, 'bool'), ('root', 7, 'str'), ('root', None, 'str'), ('language_tag', ['es'], 'str'), ('language_tag', '', 'str, not empty'), ('max_rows', '9', 'int'),
+        ('max_rows', True, 'int'), ('max_rows', 1.5, 'int'), ('columns', ['audio', 'text'], 'dict'), ('columns', {}, 'dict, not empty'), ('kind', None, 'str'), ('split', 1, 'str'), ('path', None, 'str'),
+        ('subset', [], 'str, not empty'), ('streaming', 'yes', 'bool'))),
+    ({'columns': {'audio': 'a', 'text': None}}, 'columns {'), ({'columns': {'audio': 0, 'text': 'b'}}, 'columns {'), ({'root': '/nowhere'}, "root '/nowhere': no such folder"), ({'max_rows': 0}, 'max_rows 0: 1 or more'),
+    ({'language_tag': ' es'}, "language_tag ' es': blanks"), ({'streaming': True}, "streaming: says nothing to kind 'csv'"), ({'split': 'train'}, "split: says nothing to kind 'csv'")))
 def test_a_wrong_source_is_an_error(tmp_path, fake, change, said):
-    assert said in prepare(tmp_path / 'out', ({**speech(tmp_path), **change},))
+    got = prepare(tmp_path / 'out', ({**speech(tmp_path), **change},))
+    assert said in got and got.count('\n') == 1 and not os.path.exists(tmp_path / 'out.building')
 
 @pytest.mark.parametrize('flag, said', (
     ('--max_seconds=-1', 'max_seconds'), ('--val_share=1.5', 'val_share'), ('--singleton_policy=drop', 'singleton_policy'), ('--min_clips_per_speaker=0', 'min_clips_per_speaker'),
     ('--val_speakers=9', 'only 3 speakers'), ('--tokenizer=./nothing', 'no tokenizer.json'), ("--special_tokens={'a': 1}", 'five different ids'), ('--sources=()', 'sources: at least one')))
 def test_a_wrong_setting_is_an_error(tmp_path, fake, flag, said):
     assert said in prepare(tmp_path / 'out', (speech(tmp_path),), flag)
+
+def test_missing_keys_and_other_types_are_an_error(tmp_path, fake):
+    source = speech(tmp_path)
+    for sources, said in (((source, {'name': 'b'}), "sources[1] 'b': no path"), (({'path': 'x.csv'},), 'sources[0]: no name'), (({},), 'sources[0]: no name and no path'), ((source, source), "sources[1] 'a': name 'a': another"),
+                          ((source, 'b'), 'sources: at least one dict'), (source, 'sources: at least one dict')):
+        got = prepare(tmp_path / 'out', sources)
+        assert said in got and got.count('\n') == 1
 
 def test_odd_rows_are_counted_not_lost(tmp_path, fake):
     speech(tmp_path)
