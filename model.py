@@ -775,6 +775,7 @@ class Decoder:
         self.all, group = torch.arange(rows, device=dev), cfg.num_attention_heads // cfg.num_key_value_heads
         self.q_start, self.k_start = (torch.arange(rows + 1, device=dev, dtype=torch.int32) * k for k in (group, self.room))
 
+    @torch.no_grad()
     def fill(self, jobs):
         """Prompts of {slot: (number, text, prefix, seed, cap)} -> their caches: all packed end to end, as in training."""
         model, dev, prompts = self.model, self.dev, []
@@ -863,6 +864,7 @@ class Decoder:
             x = self.run_part(Layer.forward)(layer, x, cos, sin, cached, (cache, row, pos, used, *starts, room))
         self.run_part(Decoder.settle)(self, n, x)
 
+    @torch.no_grad()
     def step(self):
         """One frame of every slot. The number of rows moves in eighths, each with its own graph: the first step of a kind runs
         as it is (and warms up), the second is recorded."""
