@@ -11,6 +11,7 @@ channel = group * 4 + d. NeMo is imported only when a NanoCodec is made.
 import contextlib, functools, logging, math, os, warnings, wave
 import numpy as np
 import torch
+from torch.nn.utils import parametrize
 
 LEVELS = (8, 7, 6, 6)   # of one group: 2,016 values
 GROUPS = 8
@@ -114,6 +115,8 @@ class NanoCodec:
         if not name.endswith('.nemo') and (os.path.isfile(name) or name.count('/') != 1): raise ValueError(f'codec {name}: neither a .nemo file nor a Hub name (user/model)')
         try:
             with _quiet(): self.model = _load(name, self.device).eval().requires_grad_(False)
+            for m in [m for m in self.model.modules() if parametrize.is_parametrized(m, 'weight')]:      # weight norm: computed once, not in each call; the same bits
+                parametrize.remove_parametrizations(m, 'weight')
         except ImportError:
             raise
         except Exception as e:                                                       # tarfile's, yaml's, the Hub's, torch's own types, some over many lines

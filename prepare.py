@@ -690,7 +690,7 @@ if __name__ == '__main__':
         from codec import NanoCodec
         if device == 'auto':
             import torch
-            device = f'cuda:{local_rank}' if torch.cuda.is_available() else 'cpu'
+            device = f'cuda:{local_rank % torch.cuda.device_count()}' if torch.cuda.is_available() else 'cpu'     # several ranks may share a GPU
         try:
             nano = NanoCodec(codec, device)
         except (ValueError, OSError, ImportError, RuntimeError, AssertionError) as e:
