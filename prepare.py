@@ -57,7 +57,7 @@ val_speakers = 0                # so many usable speakers are held out whole, by
 # how it runs: none of these changes a byte
 device = 'auto'                 # of the codec: 'auto' = cuda where there is one, else cpu
 num_workers = 0                 # processes that read and resample audio; 0 = a thread of this process does
-batch_seconds = 120.0           # audio seconds in one codec batch, padding included: less on a small machine, 1000 on a big GPU; 0.0 = clip by clip
+batch_seconds = 0.0             # audio seconds in one codec batch, of clips of one length; 0.0 = the codec's choice: 12 on a CPU, 380 on a GPU
 unit_rows = 256                 # rows read, sorted by length, encoded and saved together (16 times as many tokenized ones): what a kill
                                 # can lose, and what a rank takes at a time
 picture = True                  # histograms of the corpus in report.png; False = off
@@ -483,9 +483,9 @@ def open_arrow(source):
     return count, read, files, bool(layers)
 
 def tokens_of(table, radix):
-    """Token columns of a batch -> (codes uint16 [frames, layers] of its good rows end to end, frames int64 [rows], {row: (reason, detail)})."""
+    """Token columns of a batch -> of each row its codes uint16 [frames, layers], or (reason, detail)."""
     import pyarrow.compute as pc
-    names, why = [n for n in table.column_names if re.fullmatch(r'layer\d+', n)], {}
+    names, why, none = [n for n in table.column_names if re.fullmatch(r'layer\d+', n)], {}, -2 ** 63         # none: a null in a list
     length = np.stack([pc.fill_null(pc.list_value_length(table[n]), -1).to_numpy() for n in names], 1).astype(np.int64)    # [rows, layers]
     said = pc.fill_null(table['encoded_len'], -1).to_numpy() if 'encoded_len' in table.column_names else length[:, 0]
     for fault, reason, detail in (((length < 0).any(1), 'tokens missing', lambda i: f'layer {np.argmin(length[i]) + 1} is null'),
@@ -494,18 +494,15 @@ def tokens_of(table, radix):
         for i in np.flatnonzero(fault):
             why.setdefault(int(i), (reason, detail(i)))
     good = np.array([i not in why for i in range(len(table))], dtype=bool)
-    table = table.filter(good)
-    none = -2 ** 63                                     # a null in a list
+    table, frames = table.filter(good), np.where(good, length[:, 0], 0)
     codes = np.stack([pc.fill_null(pc.list_flatten(table[n]).cast('int64', safe=False), none).to_numpy() for n in names], 1)    # [frames, layers]
-    frames = np.where(good, length[:, 0], 0)
-    row, wrong = np.repeat(np.arange(len(good)), frames), (codes < 0) | (codes >= radix)
-    at = np.flatnonzero(wrong.any(1))
-    for i, k in zip(*np.unique(row[at], return_index=True)):            # the first wrong frame of each row
-        frame, layer = at[k], np.argmax(wrong[at[k]])
-        value = codes[frame, layer] if codes[frame, layer] != none else None
-        why[int(i)] = 'token out of range', f'layer {layer + 1}, frame {frame - np.searchsorted(row, i)}: {value}, the codec has 0..{radix - 1}'
-    ok = np.array([i not in why for i in range(len(good))], dtype=bool)
-    return codes[ok[row]].astype('<u2'), np.where(ok, frames, 0), why
+    start, wrong = np.cumsum(frames) - frames, (codes < 0) | (codes >= radix)
+    for k in np.flatnonzero(wrong.any(1))[::-1]:        # backwards: the first wrong frame of a row is named
+        i, layer = int(np.searchsorted(start + frames, k, 'right')), int(np.argmax(wrong[k]))
+        value = int(codes[k, layer]) if codes[k, layer] != none else None
+        why[i] = 'token out of range', f'layer {layer + 1}, frame {k - start[i]}: {value}, the codec has 0..{radix - 1}'
+    codes = codes.astype('<u2')
+    return [why[i] if i in why else codes[at:at + n] for i, (at, n) in enumerate(zip(start, frames))]
 
 # ---- small tools
 
@@ -695,6 +692,7 @@ if __name__ == '__main__':
             nano = NanoCodec(codec, device)
         except (ValueError, OSError, ImportError, RuntimeError, AssertionError) as e:
             stop(f"codec {codec!r} on {device}: {' '.join(str(e).split())[:300]}")
+        nano.limit = int(batch_seconds * nano.sample_rate / nano.hop) or nano.limit
         spec = {'sample_rate': nano.sample_rate, 'hop': nano.hop, 'levels': list(nano.levels), 'groups': nano.groups}
         if spec != NANO and any(tokenized):
             stop(f'codec {codec} is {spec}, tokenized sources hold {NANO}')
@@ -708,7 +706,6 @@ if __name__ == '__main__':
     pool = ThreadPoolExecutor(1)
     if num_workers:                                 # spawn: fork is not safe once torch has threads
         pool = ProcessPoolExecutor(num_workers, get_context('spawn'), end_with_parent)
-    read = lambda row: pool.submit(load_clip, row['path'], rate, max_seconds, min_frames * hop, silence_peak)
     # a rank that is done takes the next unit: none waits longer than a unit takes, whatever the clips' lengths
     taken = itertools.count() if world == 1 else (store.add('taken', 1) - 1 for _ in itertools.count())
     todo = (unit for unit in map(units.__getitem__, itertools.takewhile(lambda k: k < len(units), taken)) if not os.path.exists(unit[3]))
@@ -717,55 +714,45 @@ if __name__ == '__main__':
         if unit:
             part, table = readers[unit[0]](*unit[1:3])
             rows = list(source_rows(unit[0], sources[unit[0]], part))
-            ahead.append((unit, rows, table, [None if table or 'reason' in r else read(r) for r in rows]))
+            for r in rows:
+                if not table and 'reason' not in r:
+                    r['clip'] = pool.submit(load_clip, r.pop('path'), rate, max_seconds, min_frames * hop, silence_peak)
+            ahead.append((unit, rows, table))
         if not ahead or unit and len(ahead) < 2:
             continue
-        (source, *_, file), rows, table, jobs = ahead.popleft()
-        why = {i: (r['reason'], r['detail']) for i, r in enumerate(rows) if 'reason' in r}
+        (source, *_, file), rows, table = ahead.popleft()
         if table:
-            flat, frames, faults = tokens_of(table, radix)
-            ends, faults = np.cumsum(frames), {i: x for i, x in faults.items() if i not in why}
-            why.update(faults)
-            for i, r in enumerate(rows):
-                if i not in why:
-                    r['key'] = key_of(source, r['text'], flat[ends[i] - frames[i]:ends[i]])
-                    if frames[i] < min_frames:
-                        why[i] = 'audio too short', f'{frames[i]} frames, at least {min_frames}'
-                    elif max_seconds and frames[i] * hop > max_seconds * rate + hop:        # the last frame is filled up
-                        why[i] = 'audio too long', f'{frames[i] * hop / rate:.1f} s'
-        clips = {}
-        for i, job in enumerate(jobs):
-            if job:
-                clip = job.result()                     # an array, or why not
-                (clips if isinstance(clip, np.ndarray) else why)[i] = clip
-        good = [i for i in range(len(rows)) if i not in why]
-        text = dict(zip(good, (np.array(x, dtype='<u4') for x in encode_texts(tok, [rows[i]['text'] for i in good]))))
-        for i in good:
-            if max_text_tokens and len(text[i]) > max_text_tokens:
-                why[i] = 'text too long', f'{len(text[i])} tokens'
-            elif not len(text[i]) or not specials.isdisjoint(text[i].tolist()):
-                why[i] = ('text holds a special token' if len(text[i]) else 'text gives no tokens', rows[i]['text'][:200])
-        good = [i for i in good if i not in why]
-        codes, batch = {}, []
-        if table:
-            codes = {i: flat[ends[i] - frames[i]:ends[i]] for i in good}
-        for i in sorted(clips.keys() & set(good), key=lambda i: (-len(clips[i]), i)) + [None]:      # longest first: what does not fit fails at once
-            if batch and (i is None or len(clips[batch[0]]) * (len(batch) + 1) > batch_seconds * rate):
-                codes.update(zip(batch, nano.encode([clips[j] for j in batch])))
-                batch = []
-            batch.append(i)
-        for i in clips.keys() & set(good):
-            if codes[i].shape != (-(-len(clips[i]) // hop), groups) or codes[i].max() >= radix:
-                raise RuntimeError(f"{rows[i]['audio']}: the codec gave codes {codes[i].shape} up to {codes[i].max()} for {len(clips[i])} samples")
-        names, tags = sorted({rows[i]['speaker'] for i in good} - {None}), sorted({rows[i]['tag'] for i in good})
+            for r, codes in zip(rows, tokens_of(table, radix)):
+                if 'reason' not in r:
+                    r['clip'] = codes
+        good = [r for r in rows if 'reason' not in r]
+        for r, ids in zip(good, encode_texts(tok, [r['text'] for r in good])):
+            r['ids'], clip = np.array(ids, dtype='<u4'), r['clip'] if table else r['clip'].result()      # codes or samples; or why not
+            r['clip'] = clip
+            if isinstance(clip, tuple):
+                r['reason'], r['detail'] = clip
+            elif table and len(clip) < min_frames:
+                r['reason'], r['detail'] = 'audio too short', f'{len(clip)} frames, at least {min_frames}'
+            elif table and max_seconds and len(clip) * hop > max_seconds * rate + hop:      # the last frame is filled up
+                r['reason'], r['detail'] = 'audio too long', f'{len(clip) * hop / rate:.1f} s'
+            elif max_text_tokens and len(ids) > max_text_tokens:
+                r['reason'], r['detail'] = 'text too long', f'{len(ids)} tokens'
+            elif not ids or not specials.isdisjoint(ids):
+                r['reason'], r['detail'] = 'text holds a special token' if ids else 'text gives no tokens', r['text'][:200]
+        good = [r for r in good if 'reason' not in r]
+        for r, codes in zip(good, [r['clip'] for r in good] if table else nano.encode([r['clip'] for r in good])):
+            if not table and (codes.shape != (-(-len(r['clip']) // hop), groups) or codes.max() >= radix):
+                raise RuntimeError(f"{r['audio']}: the codec gave codes {codes.shape} up to {codes.max()} for {len(r['clip'])} samples")
+            r['codes'] = codes.astype('<u2')
+            if table:
+                r['key'] = key_of(source, r['text'], codes)
+        names, tags = sorted({r['speaker'] for r in good} - {None}), sorted({r['tag'] for r in good})
         who = {None: -1, **{n: k for k, n in enumerate(names)}}
-        draft = np.array([(len(text[i]), len(codes[i]), r['line'], source, who[r['speaker']], r['hash'], r['key'], tags.index(r['tag']), len(r['text'].split()))
-                          for i in good for r in (rows[i],)], dtype=DRAFT)
-        rejects = [{**{k: rows[i][k] for k in ('line', 'audio')}, 'reason': reason, 'detail': detail} for i, (reason, detail) in sorted(why.items())]
+        draft = np.array([(len(r['ids']), len(r['codes']), r['line'], source, who[r['speaker']], r['hash'], r['key'], tags.index(r['tag']), len(r['text'].split())) for r in good], dtype=DRAFT)
+        rejects = [{k: r[k] for k in ('line', 'audio', 'reason', 'detail')} for r in rows if 'reason' in r]
         words = json.dumps({'names': names, 'tags': tags, 'rejects': rejects}).encode()
-        save(file, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8),
-                                      text=np.concatenate([np.zeros(0, '<u4')] + [text[i] for i in good]),
-                                      codes=np.concatenate([np.zeros((0, groups), '<u2')] + [codes[i].astype('<u2') for i in good])))
+        save(file, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8), text=np.concatenate([np.zeros(0, '<u4'), *(r['ids'] for r in good)]),
+                                      codes=np.concatenate([np.zeros((0, groups), '<u2'), *(r['codes'] for r in good)])))
         seconds, dropped = seconds + draft['frame_len'].sum() * hop / rate, dropped + len(rejects)
         done, spent = done + 1, time.time() - begin
         if not rank and (time.time() - said > 5 or done == missing):

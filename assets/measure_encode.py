@@ -142,7 +142,7 @@ for run in runs.split():
     shutil.rmtree(f'{out}/corpus', ignore_errors=True)
     launch = [sys.executable] + ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}'] * (ranks > 1)
     command = [*launch, os.path.join(ROOT, 'prepare.py'), f'--sources={({"name": "m", "path": f"{out}/table.csv"},)!r}', f'--out_dir={out}/corpus', f'--codec={out}/codec.nemo',
-               f'--tokenizer={ROOT}/tests/data/byte_tokenizer', '--special_tokens={}', '--picture=False', '--check_rows=0', '--max_reject_share=0.0', '--batch_seconds=1000',
+               f'--tokenizer={ROOT}/tests/data/byte_tokenizer', '--special_tokens={}', '--picture=False', '--check_rows=0', '--max_reject_share=0.0',
                '--unit_rows=128', f'--num_workers={workers}', f'--device={"auto" if device == "cuda" else device}']
     start, begin = time.time(), None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, 'PYTHONUNBUFFERED': '1'}) as p:

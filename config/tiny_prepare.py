@@ -6,5 +6,4 @@ tokenizer = 'assets/tiny/tokenizer'     # bytes
 special_tokens = {}                     # from assets/tiny/tokenizer/gepard_special_tokens.json
 max_reject_share = 0.0                  # this speech is synthesized: every row must be good
 val_share = 0.05                        # a few dozen held-out texts for the demo's WER
-batch_seconds = 60.0
 unit_rows = 128                         # short clips on two cores

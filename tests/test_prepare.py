@@ -16,7 +16,7 @@ FAKE = '''
 import numpy as np, os, signal
 class NanoCodec:
     """Codes from the mean level of each frame; dies by itself in call KILL_AT."""
-    sample_rate, hop, levels, groups, calls = 22050, 1024, (8, 7, 6, 6), 8, 0
+    sample_rate, hop, levels, groups, limit, calls = 22050, 1024, (8, 7, 6, 6), 8, 0, 0
     def __init__(self, name, device):
         self.id = name
     def encode(self, clips):
