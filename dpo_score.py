@@ -1,8 +1,62 @@
 """
-Scoring rollouts for preference training. At present this file holds the arithmetic of the stage: the reward of a
-transcript and the choice of pairs.
+Preference training, second of three: listens to the rollouts of dpo_sample.py, rewards them and pairs the good with the bad.
+
+    python dpo_score.py config/dpo.py                                              # out/dpo/round1: rollouts -> facts, scores, pairs.json
+    torchrun --nproc_per_node=8 dpo_score.py config/dpo.py                         # the same, shared out over the ranks
+    python dpo_score.py config/dpo.py --w_wer=2                                    # other weights or gates: from the facts, nothing is heard again
+    python dpo_score.py config/dpo.py --run_name=test2 --eval --compare=test1      # no pairs: how robust is the checkpoint?
+
+Heard once (facts.jsonl): decode -> energy and duration gate -> Whisper -> speaker similarity, a few groups at a time; a kill loses those
+in flight. Then rewards (scores.jsonl, a line a group) and pairs.json: tokens' places, rewards, and the frozen policy's log-probs with
+its hash. --eval writes report.json and report.png instead: rates of clean, timeout (cut at the frame cap), runaway (longer than
+plausible), empty (nothing heard), wrong (WER or shorter than plausible), by text length, voice and language.
 """
+import json, os, re, sys
 from functools import cache
+
+# -----------------------------------------------------------------------------
+out_dir = 'out/dpo'
+run_name = 'round1'             # the folder of dpo_sample.py's round in out_dir
+ckpt = ''                       # where the policy is now; '' = where the rollouts were made from. Its weights must be the same
+# hearing; changed settings need --rehear, everything below this part does not
+asr = 'base'                    # openai-whisper: a name (downloaded), or a .pt file such as .cache/whisper-base.pt of assets/tiny/measure.py
+language = ''                   # of all prompts; '' = each prompt's lang, and where it has none Whisper decides
+asr_window = 30.0               # seconds that Whisper hears at a time; less is faster where rollouts are shorter, its own is 30
+energy_floor = -50.0            # dB of full scale (rms): below it nothing is heard, since Whisper invents text on silence
+min_asr_seconds = 0.1           # nor in clips shorter than this
+speaker_model = ''              # WavLM x-vector for transformers, a folder or a Hub name (microsoft/wavlm-base-plus-sv); '' = no similarity
+codec = ''                      # '' = the checkpoint's
+block_groups = 8                # groups heard together: what a kill can lose, and what a rank takes at a time
+rehear = False                  # True: throw away facts that were heard with other settings
+# what is written is not always what is said: regular expression -> replacement, applied to transcripts in this order, case ignored
+respell = {}                    # e.g. {r'(\d)': r' \1 ', r'\b4\b': 'four'}
+# reward: expected length = sec_base + sec_per_word * words
+sec_base = 0.7
+sec_per_word = 0.4
+min_ratio = 0.3                 # plausible lengths: from this share of the expected one
+max_ratio = 2.0                 # up to this
+w_wer = 1.0                     # per unit of word error rate
+w_over = 0.5                    # per second above the longest plausible length
+w_short = 2.0                   # below the shortest plausible length
+w_empty = 2.0                   # nothing heard
+w_similarity = 0.5              # times (1 - speaker similarity)
+# pairs: chosen passes all gates, rejected fails one
+max_wer = 0.2
+not_truncated = True            # False = being cut at the frame cap is no fault
+duration_in_bounds = True       # False = nor is an implausible length
+min_margin = 0.5                # of reward between chosen and rejected
+max_pairs = 2                   # a group
+p_floor = 1e-4                  # stop probabilities are clipped to [p_floor, 1 - p_floor] in log-probs; dpo_train.py takes it from the pairs
+# report
+eval = False                    # True: a stress report instead of pairs
+compare = ''                    # another run_name, or a report.json, to stand beside it
+# system
+tokens_per_batch = 16384        # of a packed forward of the policy
+device = 'auto'                 # 'auto' = cuda where there is one
+dtype = 'auto'                  # 'auto' = bfloat16 on cuda, float32 on cpu
+# -----------------------------------------------------------------------------
+HEARD = ('asr', 'language', 'asr_window', 'energy_floor', 'min_asr_seconds', 'speaker_model', 'codec', 'block_groups')
+KINDS = ('clean', 'timeout', 'runaway', 'empty', 'wrong')
 
 
 @cache
@@ -72,3 +126,377 @@ def make_pairs(scores, *, max_wer=0.2, not_truncated=True, duration_in_bounds=Tr
         counts['pairs'] += len(new)
         counts['paired' if new else 'no_chosen' if not good else 'no_rejected' if not bad else 'no_margin'] += 1
     return pairs, counts
+
+
+def kind_of(s, max_wer=0.2):
+    """The one word for a rollout (a score dict): clean, or its first fault of KINDS."""
+    return ('timeout' if s['truncated'] else 'empty' if s['empty'] else 'runaway' if s['seconds'] > s['dur_max']
+            else 'wrong' if s['wer'] > max_wer or s['seconds'] < s['dur_min'] else 'clean')
+
+
+def rates(scores):
+    """Score dicts -> {n, a rate of each kind, median WER, median of length / expected length}."""
+    import statistics
+    n = len(scores)
+    return {'n': n} | {k: sum(s['kind'] == k for s in scores) / n for k in KINDS} | {
+        'wer': statistics.median(s['wer'] for s in scores), 'length': statistics.median(s['seconds'] / s['expected'] for s in scores)}
+
+
+def stress_report(scores):
+    """Score dicts with kind, tokens, voice, lang -> {heading: {row: rates}}, largest groups of voices first."""
+    def split(key, order=None):
+        parts = {}
+        for s in scores:
+            parts.setdefault(key(s), []).append(s)
+        return {k: rates(parts[k]) for k in sorted(parts, key=order or (lambda k: (-len(parts[k]), k)))}
+    size = lambda s: '1-6' if s['tokens'] <= 6 else '7-12' if s['tokens'] <= 12 else '13+'
+    return {'all': {'all': rates(scores)}, 'text tokens': split(size, ('1-6', '7-12', '13+').index),
+            'voice': split(lambda s: s['voice']), 'language': split(lambda s: s['lang'] or '?')}
+
+
+def table(report, other=None):
+    """Lines of text; `other` report's numbers stand in front of an arrow."""
+    columns = ('n', *KINDS, 'wer', 'length')
+    number = lambda k, v: f'{v:d}' if k == 'n' else f'{v:.2f}' if k in ('wer', 'length') else f'{100 * v:.1f}%'
+    lines = [f"{'':24}" + ''.join(f'{k:>{18 if other else 9}}' for k in columns)]
+    for heading, rows in report.items():
+        for name, r in rows.items():
+            old = (other or {}).get(heading, {}).get(name)
+            cells = [(number(k, old[k]) + ' > ' if old else '') + number(k, r[k]) for k in columns]
+            lines.append(f"{(name if heading == 'all' else f'{heading} {name}')[:24]:24}" + ''.join(f'{c:>{18 if other else 9}}' for c in cells))
+    return lines
+
+
+def draw(path, reports):
+    """Stacked bars of the kinds, a bar a row and report. reports: {name: report}"""
+    import matplotlib
+    matplotlib.use('Agg')
+    import matplotlib.pyplot as plt
+    bars = [(f'{row}\n{name}' if len(reports) > 1 else row, r) for heading in ('all', 'text tokens', 'voice', 'language')
+            for row in dict.fromkeys(k for rep in reports.values() for k in list(rep[heading])[:12])
+            for name, rep in reports.items() for r in [rep[heading].get(row)] if r]
+    fig, ax = plt.subplots(figsize=(max(6, 0.7 * len(bars)), 4.5))
+    bottom = [0.0] * len(bars)
+    for kind, color in zip(KINDS, ('tab:green', 'tab:red', 'tab:orange', 'tab:gray', 'tab:purple')):
+        heights = [100 * r[kind] for _, r in bars]
+        ax.bar(range(len(bars)), heights, bottom=bottom, color=color, label=kind)
+        bottom = [a + b for a, b in zip(bottom, heights)]
+    ax.set_xticks(range(len(bars)), [b[0] for b in bars], rotation=90, fontsize=8)
+    ax.set_ylabel('% of rollouts')
+    ax.legend(loc='lower right')
+    fig.tight_layout()
+    fig.savefig(path + '.tmp.png')
+    plt.close(fig)
+    os.replace(path + '.tmp.png', path)
+
+
+class Listener:
+    """Whisper on batches of clips. openai-whisper hears 30 s at a time; its positions are a fixed table and the start of it serves
+    shorter windows as well, at a share of the time. Where it then falls into a loop (its own sign: the text compresses more than
+    2.4 times), the whole 30 s are used."""
+    def __init__(self, name, device, window):
+        import whisper
+        self.whisper, self.device, self.window = whisper, device, min(window, 30.0)
+        self.model = whisper.load_model(name, device=device)
+        self.positions = self.model.encoder.positional_embedding
+
+    def decode(self, clips, seconds, language):
+        import numpy as np
+        import torch
+        encoder, dims = self.model.encoder, self.model.dims
+        encoder.positional_embedding, dims.n_audio_ctx = self.positions[:int(seconds * 50)], int(seconds * 50)
+        audio = np.stack([self.whisper.pad_or_trim(np.asarray(c, np.float32), int(seconds * 16000)) for c in clips])
+        mel = self.whisper.log_mel_spectrogram(torch.from_numpy(audio).to(self.device), dims.n_mels)
+        options = self.whisper.DecodingOptions(language=language or ('en' if not self.model.is_multilingual else None), without_timestamps=True,
+                                               fp16=self.device == 'cuda')
+        got = self.whisper.decode(self.model, mel, options)
+        encoder.positional_embedding, dims.n_audio_ctx = self.positions, len(self.positions)
+        return got
+
+    def hear(self, clips, languages, batch=32):
+        """float32 clips at 16 kHz of any length, a language code or '' each -> texts. What is over 30 s is heard in pieces."""
+        pieces = [(i, c[a:a + 480000]) for i, c in enumerate(clips) for a in range(0, len(c), 480000)]
+        texts = [''] * len(pieces)
+        for language in sorted(set(languages)):
+            own = sorted((n for n, (i, _) in enumerate(pieces) if languages[i] == language), key=lambda n: len(pieces[n][1]))
+            short = [n for n in own if len(pieces[n][1]) <= self.window * 16000]
+            again = [n for n in own if len(pieces[n][1]) > self.window * 16000]
+            for window, waiting in ((self.window, short), (30.0, again)):
+                for k in range(0, len(waiting), batch):
+                    rows = waiting[k:k + batch]
+                    for n, r in zip(rows, self.decode([pieces[n][1] for n in rows], window, language)):
+                        texts[n] = r.text
+                        if window < 30 and r.compression_ratio > 2.4:
+                            again.append(n)
+        out = [''] * len(clips)
+        for (i, _), text in zip(pieces, texts):
+            out[i] = f'{out[i]} {text}'.strip()
+        return out
+
+
+# ---- the script. Under this guard since tests import the functions above
+
+if __name__ == '__main__':
+    from configurator import configure
+    config = configure(globals())
+    rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+    run = os.path.join(out_dir, run_name)
+    inside = lambda *names: os.path.join(run, *names)
+    say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
+
+    def fail(message):
+        if rank == 0:
+            print('dpo_score.py: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
+        sys.exit(2)
+
+    bad = []
+    rule = lambda ok, text: ok or bad.append(text)
+    for name in ('asr_window', 'block_groups', 'sec_base', 'max_ratio', 'max_pairs', 'tokens_per_batch'):
+        rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
+    for name in ('min_asr_seconds', 'sec_per_word', 'min_ratio', 'w_wer', 'w_over', 'w_short', 'w_empty', 'w_similarity', 'max_wer', 'min_margin'):
+        rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
+    rule(0 < p_floor < 0.5, f'p_floor must be in (0, 0.5), got {p_floor}')
+    rule(min_ratio < max_ratio, f'min_ratio {min_ratio} is not below max_ratio {max_ratio}')
+    rule(eval or not compare, 'compare belongs to --eval')
+    rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
+    rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
+    rule(not asr.endswith('.pt') or os.path.isfile(asr), f'asr: {asr}: no such file (an openai-whisper model; assets/tiny/measure.py makes .cache/whisper-base.pt)')
+    for pattern in respell:
+        try:
+            re.compile(pattern)
+        except re.error as e:
+            rule(False, f'respell: {pattern!r}: {e}')
+    other = compare if compare.endswith('.json') else os.path.join(out_dir, compare, 'report.json')
+    rule(not compare or os.path.isfile(other), f'compare: {other}: no such file')
+    rule(os.path.isfile(inside('rollouts', 'index.jsonl')), f"{inside('rollouts')}: no finished rollouts there (dpo_sample.py makes them; --status says how far it is)")
+    if bad:
+        fail('; '.join(bad))
+
+    import fcntl, time
+
+    import numpy as np
+    import torch
+    from safetensors.numpy import load_file
+
+    import model as M
+    from codec import NanoCodec
+    from lora import tensors_hash
+
+    if device == 'auto':
+        device = 'cuda' if torch.cuda.is_available() else 'cpu'
+    if device == 'cuda' and not torch.cuda.is_available():
+        fail(f'device is cuda, but torch {torch.__version__} sees none')
+    if device == 'cuda':
+        torch.cuda.set_device(local_rank)
+    compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
+    try:
+        lock = open(inside(f'lock-{rank}'), 'w')                    # held until this process ends
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        meta = M.read_json(inside('rollouts', 'meta.json'))
+        index = [json.loads(line) for line in open(inside('rollouts', 'index.jsonl'), encoding='utf-8')]
+        references = {int(k): v for k, v in load_file(inside('rollouts', 'voices.safetensors')).items()}
+    except BlockingIOError:
+        fail(f'another run is writing to {run}')
+    except (OSError, ValueError) as e:
+        fail(e)
+    tokens = np.memmap(inside('rollouts', 'tokens.bin'), '<u2', 'r').reshape(-1, 8)
+    starts = [np.cumsum([g['start'], *g['frames']]) for g in index]
+    codes_of = lambda g, k: np.array(tokens[starts[g][k]:starts[g][k + 1]])
+    frame_rate = meta['codec']['sample_rate'] / 1024
+    voice_name = lambda v: 'null' if v < 0 else meta['voice_names'][v]
+
+    # ---- hearing: in blocks of groups, a rank takes every world'th. A block is always heard as a whole, so its transcripts are
+    # the same whoever hears it and whatever was interrupted
+
+    def save(path, lines):
+        with open(path + '.tmp', 'w', encoding='utf-8') as f:
+            f.writelines(json.dumps(x, ensure_ascii=False) + '\n' for x in lines)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+
+    def read_blocks():
+        """{block: facts of its groups} of all ranks' files; a line that a kill has cut is none."""
+        found = {}
+        for name in os.listdir(run):
+            if re.fullmatch(r'facts-\d+\.jsonl', name):
+                for line in open(inside(name), 'rb'):
+                    try:
+                        found |= {b['block']: b['groups'] for b in [json.loads(line)]}
+                    except ValueError:
+                        break
+        return found
+
+    heard_with = {k: config[k] for k in HEARD}
+    if rank == 0:
+        before = M.read_json(inside('heard.json')) if os.path.exists(inside('heard.json')) else heard_with
+        changed = [f'{k} {before.get(k)!r}, now {v!r}' for k, v in heard_with.items() if before.get(k) != v]
+        if changed and not rehear:
+            fail(f"{run} was heard with {'; '.join(changed)}: --rehear hears everything again")
+        if changed:
+            for name in os.listdir(run):
+                if re.fullmatch(r'facts(-\d+)?\.jsonl', name):
+                    os.remove(inside(name))
+        M.write_json(inside('heard.json.tmp'), heard_with)
+        os.replace(inside('heard.json.tmp'), inside('heard.json'))
+    while not os.path.exists(inside('heard.json')) or M.read_json(inside('heard.json')) != heard_with:
+        time.sleep(0.1)
+
+    blocks = -(-len(index) // block_groups)
+    if not os.path.exists(inside('facts.jsonl')):
+        own = inside(f'facts-{rank}.jsonl')
+        done = read_blocks()
+        mine = [b for b in range(rank, blocks, world) if b not in done]
+        if mine:
+            import soxr
+            try:
+                nano = NanoCodec(codec or meta['codec']['codec_id'], device=device)
+                ears = Listener(asr, device, asr_window)
+                if speaker_model:
+                    from transformers import AutoFeatureExtractor, WavLMForXVector
+                    extractor, xvector = AutoFeatureExtractor.from_pretrained(speaker_model), WavLMForXVector.from_pretrained(speaker_model).to(device).eval()
+            except (OSError, ValueError, ImportError, RuntimeError) as e:
+                fail(f'{e}' + ('' if 'codec' in str(e) else ' (asr is a name that openai-whisper can download, or a .pt file; speaker_model a transformers model)'))
+            if not speaker_model:
+                say('speaker similarity: off (speaker_model is not given)')
+            at_16k = lambda clips: [soxr.resample(c, nano.sample_rate, 16000) for c in nano.decode(clips)]
+
+            @torch.no_grad()
+            def speaker_vector(clip):
+                clip = np.resize(clip, max(len(clip), 8000))        # half a second at least: the network needs as much
+                inputs = extractor(clip, sampling_rate=16000, return_tensors='pt').to(device)
+                return torch.nn.functional.normalize(xvector(**inputs).embeddings[0].float(), dim=0)
+
+            if os.path.exists(own):                                 # cut what a kill left behind
+                whole = [line for line in open(own, 'rb') if line.endswith(b'\n')]
+                with open(own, 'r+b') as f:
+                    f.truncate(sum(map(len, whole)))
+            vectors, start, said = {}, time.time(), time.time()
+            with open(own, 'a', encoding='utf-8') as out:
+                for n, b in enumerate(mine):
+                    groups = range(b * block_groups, min((b + 1) * block_groups, len(index)))
+                    places = [(g, k) for g in groups for k in range(len(index[g]['frames']))]
+                    wavs = at_16k([codes_of(g, k) for g, k in places])
+                    level = [10 * np.log10(float(np.mean(w.astype(np.float64) ** 2)) + 1e-12) for w in wavs]
+                    loud = [i for i, (g, k) in enumerate(places) if level[i] >= energy_floor and index[g]['frames'][k] / frame_rate >= min_asr_seconds]
+                    texts = dict(zip(loud, ears.hear([wavs[i] for i in loud], [language or index[places[i][0]]['lang'] for i in loud])))
+                    facts = {g: [] for g in groups}
+                    for i, (g, k) in enumerate(places):
+                        v, similarity = index[g]['voice'], None
+                        if speaker_model and v >= 0 and i in texts:
+                            if v not in vectors:
+                                vectors[v] = speaker_vector(at_16k([references[v]])[0])
+                            similarity = round(float(vectors[v] @ speaker_vector(wavs[i])), 6)
+                        facts[g].append({'transcript': texts.get(i, ''), 'level': round(level[i], 2), 'heard': i in texts, 'similarity': similarity})
+                    out.write(json.dumps({'block': b, 'groups': list(facts.values())}, ensure_ascii=False) + '\n')
+                    out.flush()
+                    os.fsync(out.fileno())
+                    if time.time() - said > 10 or n + 1 == len(mine):
+                        said, speed = time.time(), (n + 1) * block_groups * meta['rollouts'] / (time.time() - start)
+                        say(f'heard {n + 1:,}/{len(mine):,} blocks of {block_groups} groups, {speed * world:.1f} rollouts/s, '
+                            f'{(len(mine) - n - 1) * (time.time() - start) / (n + 1) / 60:.0f} min left')
+        if rank == 0:
+            while len(done := read_blocks()) < blocks:              # the other ranks; one that dies takes torchrun and this one with it
+                time.sleep(0.5)
+            save(inside('facts.jsonl'), [{'group': g['group'], 'rollouts': f} for g, f in zip(index, [f for b in range(blocks) for f in done[b]])])
+            for name in os.listdir(run):
+                if re.fullmatch(r'facts-\d+\.jsonl', name):
+                    os.remove(inside(name))
+    if rank:
+        sys.exit(0)
+
+    # ---- rewards
+
+    facts = [json.loads(line)['rollouts'] for line in open(inside('facts.jsonl'), encoding='utf-8')]
+    scores, counts = [], {'not heard: too quiet': 0, 'not heard: too short': 0}
+    for g, (group, heard) in enumerate(zip(index, facts)):
+        for k, f in enumerate(heard):
+            transcript = f['transcript']
+            for pattern, by in respell.items():
+                transcript = re.sub(pattern, by, transcript, flags=re.IGNORECASE)
+            seconds = group['frames'][k] / frame_rate
+            r = reward(group['text'], transcript, seconds, f['similarity'], **{n: config[n] for n in (
+                'sec_base', 'sec_per_word', 'min_ratio', 'max_ratio', 'w_wer', 'w_over', 'w_short', 'w_empty', 'w_similarity')})
+            if not f['heard']:
+                counts['not heard: too short' if seconds < min_asr_seconds else 'not heard: too quiet'] += 1
+            r |= {'group_id': group['group'], 'sample_idx': k, 'prompt': group['prompt'], 'tokens': group['tokens'], 'voice': voice_name(group['voice']), 'lang': language or group['lang'],
+                  'seconds': seconds, 'truncated': group['truncated'][k], 'heard_as': f['transcript'], 'similarity': f['similarity'], 'group': g, 'k': k}
+            scores.append(r | {'kind': None if r['reward'] is None else kind_of(r, max_wer)})
+    save(inside('scores.jsonl'), [{k: v for k, v in s.items() if k not in ('group', 'k')} for s in scores])
+    known = [s for s in scores if s['reward'] is not None]
+    counts['blank text: no WER, no reward'] = len(scores) - len(known)
+    say(f"{len(scores):,} rollouts of {len(index):,} groups: " + ', '.join(f'{sum(s["kind"] == k for s in known):,} {k}' for k in KINDS)
+        + ''.join(f'; {n:,} {what}' for what, n in counts.items() if n))
+
+    if eval:
+        if not known:
+            fail(f'{run}: every text is blank: nothing to report')
+        report = {'run': run_name, 'policy': meta['policy'], 'policy_hash': meta['policy_hash'], 'sampling': meta['settings'], 'counts': counts, 'rates': stress_report(known)}
+        old = M.read_json(other) if compare else None
+        M.write_json(inside('report.json.tmp'), report)
+        os.replace(inside('report.json.tmp'), inside('report.json'))
+        draw(inside('report.png'), {**({old['run']: old['rates']} if old else {}), run_name: report['rates']})
+        if old:
+            differs = [k for k in old['sampling'] if k not in ('policy_hash', 'seed') and old['sampling'][k] != report['sampling'].get(k)]
+            print(f"{old['run']} ({old['policy']}) > {run_name} ({meta['policy']})" + (f"; they differ in {', '.join(differs)} too" if differs else ''))
+        print('\n'.join(table(report['rates'], old and old['rates'])))
+        print(f"{inside('report.json')}, report.png")
+        sys.exit(0)
+
+    # ---- pairs, and what the frozen policy thinks of both sides
+
+    pairs, reasons = make_pairs(scores, max_wer=max_wer, not_truncated=not_truncated, duration_in_bounds=duration_in_bounds, min_margin=min_margin, max_pairs=max_pairs)
+    why = {'blank_text': 'blank text', 'no_chosen': 'none passes the gates', 'no_rejected': 'all pass', 'no_margin': f'rewards less than {min_margin} apart'}
+    say(f"{reasons['pairs']:,} pairs from {reasons['paired']:,} of {reasons['groups']:,} groups; without a pair: " + ', '.join(f'{reasons[k]:,} {text}' for k, text in why.items()))
+    try:
+        model, base = M.load_checkpoint(M.latest_checkpoint(ckpt or meta['policy']) or ckpt or meta['policy'], device, compute)
+        if tensors_hash(base) != meta['policy_hash']:
+            fail(f"{base} is not the policy that spoke: its weights differ from those of {meta['policy']} (--ckpt says where that is now)")
+        from prepare import encode_text, load_tokenizer, tagged
+        tokenizer = load_tokenizer(base)[0]
+    except (OSError, ValueError, ImportError) as e:
+        fail(e)
+    prefixes = {}
+
+    @torch.no_grad()
+    def prefix_of(v):
+        if v not in prefixes:
+            prefixes[v] = model.voices([references.get(v)])[0]
+        return prefixes[v]
+
+    def row(s):
+        group = index[s['group']]
+        text = M.prompt(encode_text(tokenizer, tagged(group['text'], group['lang'] if meta['settings']['language_tags'] else '')), model.cfg)
+        return {'text': text, 'codes': codes_of(s['group'], s['k'])} | ({'prefix': prefix_of(group['voice'])} if model.cfg.num_queries else {})
+
+    @torch.no_grad()
+    def log_probs(batch):
+        rows = [row(s) for s in batch]
+        packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in M.pack(rows, model.cfg).items()}
+        parts = M.trajectory_logprob(model(packed), packed, torch.tensor([s['truncated'] for s in batch], device=device), p_floor)
+        return torch.stack(parts, 1).tolist()
+
+    used = {(s['group'], s['k']): s for p in pairs for s in (p['chosen'], p['rejected'])}
+    place, batch, size, reference = sorted(used), [], 0, {}
+    for n, at in enumerate(place):
+        batch.append(at)
+        size += index[at[0]]['frames'][at[1]] + index[at[0]]['tokens'] + 30
+        if size > tokens_per_batch or n + 1 == len(place):
+            reference |= dict(zip(batch, log_probs([used[a] for a in batch])))
+            batch, size = [], 0
+    side = lambda s: {'k': s['k'], 'start': int(starts[s['group']][s['k']]), 'truncated': s['truncated'], 'reward': s['reward'], 'wer': s['wer'], 'kind': s['kind'],
+                      **dict(zip(('ref_tokens', 'ref_stop', 'frames'), reference[s['group'], s['k']]))}
+    rows = []
+    for p in pairs:
+        group = index[p['chosen']['group']]
+        rows.append({k: group[k] for k in ('group', 'prompt', 'text', 'lang', 'category', 'voice')} | {
+            'tokens': M.prompt(encode_text(tokenizer, tagged(group['text'], group['lang'] if meta['settings']['language_tags'] else '')), model.cfg),
+            'gap': p['gap'], 'chosen': side(p['chosen']), 'rejected': side(p['rejected'])})
+    content = {'policy': meta['policy'], 'policy_hash': meta['policy_hash'], 'p_floor': p_floor, 'dtype': str(compute).removeprefix('torch.'),
+               **{k: meta[k] for k in ('codec', 'special_tokens', 'text_repetition')}, 'counts': reasons, 'config': config, 'pairs': rows}
+    with open(inside('pairs.json.tmp'), 'w', encoding='utf-8') as f:
+        json.dump(content, f, ensure_ascii=False)
+        f.flush()
+        os.fsync(f.fileno())
+    os.replace(inside('pairs.json.tmp'), inside('pairs.json'))
+    say(f"{inside('pairs.json')}: {len(rows):,} pairs" + ('' if rows else ': nothing to train on'))
