@@ -1,6 +1,6 @@
 """How fast prepare.py encodes audio with a codec of NanoCodec's full size, and how busy the GPU is.
 
-    python assets/measure_encode.py --speech=data/speech/wav --hours=6              # speech: a flac or wav, or a folder of them
+    python assets/measure_encode.py --speech=data/speech/wav --hours=4              # speech: a flac or wav, or a folder of them
     python assets/measure_encode.py --speech=data/speech/wav --hours=0.01 --turn_seconds=9 --runs="1:1"      # a CPU can, at real time
 
 The weights are random: that changes no speed. The networks are NeMo's; their shape is that of the NanoCodec paper (22 kHz, 1.89 kbps, 21.5 frames
@@ -14,7 +14,7 @@ import csv, hashlib, os, random, shutil, subprocess, sys, threading, time
 # -----------------------------------------------------------------------------
 speech = 'data/speech/wav'      # what the clips are cut from
 out = 'out/measure_encode'      # made anew
-hours = 6.0                     # of audio that prepare.py encodes in each run
+hours = 4.0                     # of audio that prepare.py encodes in each run
 turn_seconds = 20.0             # how long clips are read and encoded in turn
 runs = '1:14 2:7 4:3'           # prepare.py as ranks:workers of each; more ranks than GPUs share them
 device = 'auto'
@@ -90,12 +90,16 @@ nano = NanoCodec(f'{out}/codec.nemo', device)
 weights = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (nano.model.audio_encoder, nano.model.audio_decoder)]
 print(f'codec: {weights[0]:.1f} + {weights[1]:.1f} million weights, hop {nano.hop}, on {torch.cuda.get_device_name() if device.startswith("cuda") else device}, torch {torch.__version__}, {os.cpu_count()} cores')
 
-# ---- how busy the GPU is: nvidia-smi's share of time in which a kernel ran, ten times a second
+# ---- how busy the GPU is: nvidia-smi's share of the last moments in which a kernel ran, a few times a second
 
 busy = []                       # (time, percent)
+def watch():
+    while True:
+        said = subprocess.run(['nvidia-smi', '--query-gpu=utilization.gpu', '--format=csv,noheader,nounits'], capture_output=True, text=True).stdout.split()
+        busy.append((time.time(), float(said[0])))
+        time.sleep(0.1)
 if device.startswith('cuda'):
-    smi = subprocess.Popen(['nvidia-smi', '--query-gpu=utilization.gpu', '--format=csv,noheader,nounits', '-lms', '100'], stdout=subprocess.PIPE, text=True)
-    threading.Thread(target=lambda: busy.extend((time.time(), float(line)) for line in smi.stdout), daemon=True).start()
+    threading.Thread(target=watch, daemon=True).start()
 
 def report(what, seconds, begin, end):
     share = [b for t, b in busy if begin + 0.5 < t < end]
@@ -155,5 +159,3 @@ for run in runs.split():
     digest = hashlib.sha256(b''.join(open(f'{out}/corpus/{n}.bin', 'rb').read() for n in ('codes', 'index', 'text'))).hexdigest()
     print(f'    {begin - start:.0f} s more to start; corpus {"as before" if digest == first else "of other bytes" if first else digest[:16]}', flush=True)
     first = first or digest
-if busy:
-    smi.terminate()
