@@ -267,8 +267,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden, d, bias=False)
 
     def forward(self, x):
-        gate, up = side_by_side(x, self.gate_proj, self.up_proj)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class Layer(nn.Module):
@@ -312,8 +311,6 @@ def packed_attention(where, q, k, v):
     q [N, heads, head_dim], k and v [N, kv heads, head_dim] -> [N, heads, head_dim]"""
     cu_seqlens, max_len = where
     if q.is_cuda and q.dtype != torch.float32:                      # the flash kernel knows 16-bit only
-        if not _GQA and q.shape[1] != k.shape[1]:
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
         return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **_CAUSAL, **({'enable_gqa': True} if _GQA else {}))
     # exact: rows side by side, padded on the right; with a causal mask no real query ever sees the padding
     b, n = len(cu_seqlens) - 1, len(q)
@@ -1132,9 +1129,10 @@ def write_folder(path, write):
     shutil.rmtree(tmp, ignore_errors=True)      # left over from a killed save
     os.makedirs(tmp)
     write(tmp)
-    for name in os.listdir(tmp):
-        fsync(os.path.join(tmp, name))
-    fsync(tmp)
+    for folder, _, files in os.walk(tmp):
+        for name in files:
+            fsync(os.path.join(folder, name))
+        fsync(folder)
     os.rename(tmp, path)
     fsync(os.path.dirname(os.path.abspath(path)))
 

@@ -2,12 +2,13 @@
 Trains the base model on a corpus made by prepare.py.
 
     python pretrain.py config/tiny.py                                              # one process: CPU or one GPU
-    torchrun --nproc_per_node=4 pretrain.py config/pretrain.py                     # one node, FSDP2
-    torchrun --nnodes=2 --nproc_per_node=8 --rdzv_backend=c10d --rdzv_endpoint=<host>:29500 pretrain.py config/pretrain.py
+    torchrun --nproc_per_node=4 pretrain.py config/pretrain.py                     # one node
+    torchrun --nnodes=2 --nproc_per_node=8 --node_rank=<0 or 1> --rdzv_backend=c10d --rdzv_endpoint=<host>:29500 \\
+        pretrain.py config/pretrain.py                                             # two nodes; out_dir is a file system both see
 
-Written to out_dir: checkpoint-<step>/ (a whole checkpoint that sample.py speaks from, with resume.pt beside the weights),
-metrics.jsonl, curves.png, samples/step-<n>/ (prompts spoken at each evaluation). Started again, it goes on from the newest
-checkpoint; another number of ranks is fine. SIGTERM saves and ends with exit code 0 (torchrun reports the signal all the same).
+Written to out_dir: checkpoint-<step>/ (a whole checkpoint that sample.py speaks from, with the resume state beside the
+weights), metrics.jsonl, curves.png, samples/step-<n>/ (prompts spoken at each evaluation); docs/guide.md says how to read
+them. Started again, it goes on from the newest checkpoint; another number of ranks is fine. SIGTERM and Ctrl-C save and end.
 At step 0 the code loss is 60.9 (sum of ln L over 32 channels: every code equally likely).
 """
 import json, math, os, signal, sys, time
@@ -61,7 +62,7 @@ beta2 = 0.999
 grad_clip = 3.0                 # global norm; 0 = off
 max_bad_steps = 10              # so many steps in a row with a non-finite gradient end the run; each is skipped and named
 # evaluation, logging, saving
-eval_interval = 500             # steps; 0 = never
+eval_interval = 500             # steps; 0 = never. Also the interval of the costly telemetry: ranks, states by layer
 eval_batches = 8                # of batch_size held-out rows each
 speak = ()                      # texts spoken at each evaluation, e.g. ('hello there',); () = none
 speak_temperature = 0.4
@@ -73,7 +74,10 @@ wandb_project = ''              # '' = off
 # system
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 on cuda, float32 on cpu; masters are always float32
-compile = False                 # torch.compile; on a GPU worth its start-up after a few hundred steps
+parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit
+recompute = False               # layers run twice instead of keeping their insides: less memory, a third more time
+compile = True                  # each layer through torch.compile, on a GPU only
+peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
 num_workers = 2                 # processes that pack batches ahead; 0 = in this process
 seed = 1337
 # -----------------------------------------------------------------------------
@@ -86,7 +90,7 @@ def validate():
     bad = []
     rule = lambda ok, text: ok or bad.append(text)
     for name in ('batch_size', 'gradient_accumulation', 'epochs', 'log_interval', 'save_interval', 'learning_rate', 'K', 'max_bad_steps',
-                 'ref_min_seconds', 'stop_loss_weight', 'stop_pos_weight', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'head_dim',
+                 'ref_min_seconds', 'stop_loss_weight', 'stop_pos_weight', 'peak_tflops', 'hidden_size', 'intermediate_size', 'num_hidden_layers', 'head_dim',
                  'num_attention_heads', 'num_key_value_heads', 'audio_embed_dim', 'rope_theta', 'prefix_layers', 'prefix_heads'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
     for name in ('max_steps', 'warmup_steps', 'eval_interval', 'num_workers', 'grad_clip', 'weight_decay', 'P', 'M', 'num_queries', 'keep_checkpoints',
@@ -102,6 +106,7 @@ def validate():
          f'num_key_value_heads {num_key_value_heads} does not divide num_attention_heads {num_attention_heads}')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
+    rule(parallel in ('replicate', 'fsdp'), f"parallel is 'replicate' or 'fsdp', got {parallel!r}")
     if num_queries:
         rule(P > 0, f'P must be above 0, got {P}')
         rule(batch_size == P * K + M, f'batch_size {batch_size} must equal P*K + M = {P}*{K} + {M} = {P * K + M}')
@@ -124,14 +129,18 @@ def validate():
 
 validate()
 
-import fcntl, heapq, pickle, shutil, subprocess
+import fcntl, heapq, shutil, subprocess
 from contextlib import nullcontext
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 import model as gepard
 from prepare import Corpus, encode_text, load_tokenizer, sha256_of
@@ -140,31 +149,37 @@ from prepare import Corpus, encode_text, load_tokenizer, sha256_of
 
 ddp = 'RANK' in os.environ
 rank, world, local_rank = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('WORLD_SIZE', 1), ('LOCAL_RANK', 0)))
+sharded = ddp and parallel == 'fsdp'
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
-if device == 'cuda' and not torch.cuda.is_available():
+cuda = device == 'cuda'
+compute = {'auto': torch.bfloat16 if cuda else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
+if cuda and not torch.cuda.is_available():
     sys.exit(f'pretrain.py: device is cuda, but torch {torch.__version__} sees none')
-if device == 'cuda':
+if cuda:
     torch.cuda.set_device(local_rank)
     torch.set_float32_matmul_precision('high')
 if ddp:
-    dist.init_process_group('nccl' if device == 'cuda' else 'gloo')
+    dist.init_process_group('nccl' if cuda else 'gloo')
 say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
 
-def fail(message):
-    if rank == 0:
+def fail(message, everywhere=False):
+    """One line and exit code 2, at once: other ranks may wait in a collective, torchrun ends them when this one is gone."""
+    if rank == 0 or everywhere:
         print(f'pretrain.py: {message}', file=sys.stderr, flush=True)
-    if ddp:
-        dist.destroy_process_group()
-    sys.exit(2)
+    os._exit(2)
 
 
 def all_sum(x):
     if ddp:
         dist.all_reduce(x)
     return x
+
+
+def local(t):
+    """This rank's part of a tensor."""
+    return t.to_local() if isinstance(t, DTensor) else t
 
 # ---- data
 
@@ -252,17 +267,24 @@ def reference(i, by_speaker, rng):
 
 
 def make_batch(numbers, by_speaker, rng, train=True):
-    """Row numbers (~row = forced null) -> packed batch."""
-    out = []
+    """Row numbers (~row = forced null) -> packed batch. A row that cannot be read is named and another one takes its place."""
+    out, bad = [], 0
     for number in numbers.tolist():
         i = number if number >= 0 else ~number
-        row = {'text': gepard.layout(corpus.text(i).tolist(), cfg.special_tokens), 'codes': corpus.codes(i)}
-        if num_queries:
-            null = number < 0 or speaker_of[i] < 0
-            row |= {'null': null, 'speaker': -1 if null else speaker_of[i], 'ref': None if null else reference(i, by_speaker, rng),
-                    'drop': train and rng.random() < null_prob}
+        null = number < 0 or speaker_of[i] < 0
+        try:
+            row = {'text': gepard.layout(corpus.text(i).tolist(), cfg.special_tokens), 'codes': corpus.codes(i)}
+            if num_queries:
+                row |= {'null': null, 'speaker': -1 if null else speaker_of[i], 'ref': None if null else reference(i, by_speaker, rng),
+                        'drop': train and rng.random() < null_prob}
+        except ValueError as e:
+            print(f'pretrain.py: {e}; left out', file=sys.stderr, flush=True)
+            row, bad = None, bad + 1
         out.append(row)
-    return gepard.pack(out, cfg)
+    good = [r for r in out if r]
+    if not good:
+        raise ValueError(f'no row of {numbers.tolist()} can be read')
+    return gepard.pack([r or good[n % len(good)] for n, r in enumerate(out)], cfg, multiple=256 if cuda else 1) | {'bad_rows': bad}
 
 
 class Batches(torch.utils.data.Dataset):
@@ -280,7 +302,7 @@ def loader(epoch, start):
     each = world * gradient_accumulation
     numbers = range(start + rank, start + (len(plan) - start) // each * each, world)
     return iter(torch.utils.data.DataLoader(Batches(plan, epoch), batch_size=None, sampler=numbers, num_workers=num_workers,
-                                            pin_memory=device == 'cuda', prefetch_factor=4 if num_workers else None))
+                                            pin_memory=cuda, prefetch_factor=4 if num_workers else None))
 
 
 def to_device(batch):
@@ -307,10 +329,9 @@ step, epoch, micro = 0, 0, 0        # optimizer steps; epoch and micro-batches o
 state = None
 try:
     if newest:
-        model, _ = gepard.load_checkpoint(newest)
-        cfg = model.cfg
-        state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True, mmap=True)
-        step, epoch, micro = state['step'], state['epoch'], state['micro']
+        cfg = gepard.config_from_json(gepard.read_json(os.path.join(newest, 'gepard_config.json')), os.path.join(newest, 'gepard_config.json'))
+        progress = gepard.read_json(os.path.join(newest, 'resume.json'))
+        step, epoch, micro = progress['step'], progress['epoch'], progress['micro']
         say(f'resumed {newest}: step {step}, epoch {epoch}, micro-batch {micro}')
         before = gepard.read_json(os.path.join(newest, 'training_metadata.json'))['config']
         changed = [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]
@@ -324,46 +345,82 @@ try:
                 fail(f'{newest} has {key} {getattr(cfg, key)!r}, corpus and config say {want!r}')
     elif init_from == 'scratch':
         cfg = gepard.Config(vocab_size=-(-ids_needed // 64) * 64, **shape, **audio)
-        model = gepard.Gepard(cfg)
-        model.init_weights(seed)
     else:
         cfg = gepard.config_from_qwen(init_from, **audio)
-        model = gepard.Gepard(cfg)
-        gepard.load_qwen(model, init_from)
-        model.init_weights(seed, backbone=False)
-except (ValueError, OSError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as e:
-    fail(f'{newest}: cannot go on from it ({e}); without that folder the run goes on from the one before' if newest else e)
-cfg.null_prob, cfg.stop_loss_weight, cfg.stop_pos_weight = null_prob, stop_loss_weight, stop_pos_weight
-if ids_needed > cfg.vocab_size:
-    fail(f"{data}: tokenizer {meta['tokenizer']['id']} needs {ids_needed} ids, the model has {cfg.vocab_size}")
-longest = rows['text_len'].max() + rows['frame_len'].max() + num_queries + 3
-if longest > cfg.max_position_embeddings:
-    fail(f'{data} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
+    cfg.null_prob, cfg.stop_loss_weight, cfg.stop_pos_weight = null_prob, stop_loss_weight, stop_pos_weight
+    if ids_needed > cfg.vocab_size:
+        fail(f"{data}: tokenizer {meta['tokenizer']['id']} needs {ids_needed} ids, the model has {cfg.vocab_size}")
+    longest = rows['text_len'].max() + rows['frame_len'].max() + num_queries + 3
+    if longest > cfg.max_position_embeddings:
+        fail(f'{data} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
 
-sizes = {}
-for name, p in model.named_parameters():
-    sizes[gepard.group_of(name)] = sizes.get(gepard.group_of(name), 0) + p.numel()
-backbone_params = sizes['backbone']
+    with torch.device('meta'):                                          # names and shapes, no memory
+        model = gepard.Gepard(cfg)
+    sizes = {}
+    for name, p in model.named_parameters():
+        sizes[gepard.group_of(name)] = sizes.get(gepard.group_of(name), 0) + p.numel()
+    total_parameters = sum(sizes.values())
+    # a save needs weights and two moments in fp32, beside the checkpoints that stay until it is whole
+    need, free = 12.0 * total_parameters * ((keep_checkpoints or 1) + 1 - len(gepard.checkpoints(out_dir))), shutil.disk_usage(out_dir).free
+    if need > free:
+        fail(f'{out_dir}: {free / 1e9:.2f} GB free, but the checkpoints need {need / 1e9:.2f} GB: lower keep_checkpoints or choose another out_dir')
+    whole = None
+    if rank == 0 or not sharded:                                        # shards: rank 0 loads, all receive
+        if newest:
+            whole = gepard.load_checkpoint(newest)[0]
+        else:
+            whole = gepard.Gepard(cfg)
+            if init_from != 'scratch':
+                gepard.load_qwen(whole, init_from)
+            whole.init_weights(seed, backbone=init_from == 'scratch')
+except (ValueError, OSError, KeyError) as e:
+    fail(f'{newest}: cannot go on from it ({e}); without that folder the run goes on from the one before' if newest else e, everywhere=True)
+
+if not sharded:
+    model = whole.to(device)
+    model.cfg = cfg
 model.train()
-if ddp:
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if compute != torch.float32 else MixedPrecisionPolicy()
+model.model.recompute = recompute
+if compile and cuda:                        # by layer: 14 layers share one compiled graph, any number of tokens
+    for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
+        part.compile(dynamic=True)
+if sharded:
+    # inputs stay as they are (positions and angles lose too much in 16 bit); weights stay whole from forward to backward
+    policy = MixedPrecisionPolicy(*((compute, torch.float32) if compute != torch.float32 else ()), cast_forward_inputs=False)
     mesh = dist.init_device_mesh(device, (world,))
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-model.to(device)
-# one process: autocast makes the 16-bit copies that FSDP makes by its policy
-cast = torch.autocast(device, compute) if compute != torch.float32 and not ddp else nullcontext()
-net = torch.compile(model, dynamic=True) if compile else model
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    model.to_empty(device=device)
+    model.fill_buffers()
+    set_model_state_dict(model, whole.state_dict() if whole else {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+del whole
+net = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if ddp and not sharded else model
+# autocast makes the 16-bit copies that FSDP makes by its policy
+cast = torch.autocast(device, compute) if compute != torch.float32 and not sharded else nullcontext()
 
 multipliers = {'backbone': 1.0, 'audio': lr_audio, 'embed': lr_embed, 'ref': lr_ref}
-groups = gepard.param_groups(model, learning_rate, multipliers, weight_decay)
-optimizer = torch.optim.AdamW(groups, betas=(beta1, beta2), eps=1e-8, fused=True)
-if state:
-    for name, p in model.named_parameters():
-        optimizer.state[p] = {k: distribute_tensor(v, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) and v.dim()
-                              else v.to(device) for k, v in state['optimizer'].get(name, {}).items()}
-    del state
+optimizer = torch.optim.AdamW(gepard.param_groups(model, learning_rate, multipliers, weight_decay), betas=(beta1, beta2), eps=1e-8, fused=True)
+named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+# telemetry compares up to 1,024 text embeddings with what they were at the start
+watched = np.unique(np.concatenate([corpus.text(i) for i in train_rows[:: -(-len(train_rows) // 2000)]]))
+watched = torch.from_numpy(watched[:: -(-len(watched) // 1024)].astype(np.int64)).to(device)
+full = lambda t: t.full_tensor() if isinstance(t, DTensor) else t      # a collective: every rank calls it
+anchor = full(model.model.embed_tokens.weight.detach())[watched].clone()
+
+
+def resume_state():
+    """What the weights' file does not hold, as a flat dict of tensors; the same on one rank and on many."""
+    state = {f'{k}.{name}': v for name, p in named for k, v in optimizer.state[p].items()}
+    return state | {'anchor': anchor, 'watched': watched}
+
+if newest:
+    for name, p in named:
+        optimizer.state[p] = {'step': torch.zeros((), device=device), 'exp_avg': torch.zeros_like(p), 'exp_avg_sq': torch.zeros_like(p)}
+    try:
+        dcp.load(resume_state(), storage_reader=dcp.HuggingFaceStorageReader(os.path.join(newest, 'resume')), no_dist=not ddp)
+    except (Exception, CheckpointException) as e:                       # safetensors, planner and storage have their own types
+        fail(f"{newest}: cannot go on from it ({' '.join(str(e).split())[:300]}); without that folder the run goes on from the one before", everywhere=True)
 
 # ---- schedule, in words
 
@@ -386,7 +443,8 @@ say(f'{steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_
 for g in ('backbone', 'embed', 'audio', 'ref'):
     if g in sizes:
         say(f'parameters: {g:9s} {sizes[g] / 1e6:8.2f}M  lr {learning_rate * multipliers[g]:.2e}')
-say(f"{sum(sizes.values()) / 1e6:.2f}M in all, {device}{f' x {world} (FSDP2)' if ddp else ''}, {str(compute).removeprefix('torch.')} compute")
+mode = f" x {world} ({'FSDP2' if sharded else 'replicated'})" if ddp else ''
+say(f"{total_parameters / 1e6:.2f}M in all, {device}{mode}, {str(compute).removeprefix('torch.')} compute; a checkpoint takes {12 * total_parameters / 1e9:.2f} GB")
 if total_steps <= step:
     say('nothing left to do')
 
@@ -398,29 +456,42 @@ def lr_factor(step):
 
 # ---- saving and evaluating
 
-def whole(t):
-    return (t.full_tensor() if isinstance(t, DTensor) else t).detach().cpu()
+def full_weights():
+    """The whole state dict on the CPU; a collective, only rank 0 gets it."""
+    return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
 
 
 def save():
-    """Every rank takes part (shards are gathered), rank 0 writes."""
+    """Every rank takes part: rank 0 writes the weights, each writes its part of the resume state (safetensors, by torch's
+    distributed checkpoint), then the folder gets its name."""
     path = os.path.join(out_dir, f'checkpoint-{step}')
     if path == gepard.latest_checkpoint(out_dir):
         return
-    weights = {k: whole(v) for k, v in model.state_dict().items()}
-    if not all(torch.isfinite(v).all() for v in weights.values()):
+    if all_sum(sum((~torch.isfinite(local(p))).sum() for _, p in named).float()).item():
         fail(f'the weights are not finite after step {step}; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
-    moments = {name: {k: whole(v) for k, v in optimizer.state[p].items()} for name, p in model.named_parameters() if p in optimizer.state}
-    if rank == 0:
-        metadata = {'stage': 'pretrain', 'step': step, 'parent': init_from, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')},
-                    'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
-                    'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
-        shutil.rmtree(path, ignore_errors=True)                         # of that name and not whole: not ours
-        gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), metadata, lambda folder: torch.save(
-            {'optimizer': moments, 'step': step, 'epoch': epoch, 'micro': micro}, os.path.join(folder, 'resume.pt')))
-        for _, old in gepard.checkpoints(out_dir)[:-keep_checkpoints] if keep_checkpoints else []:
-            shutil.rmtree(old)
-        say(f'saved {path}')
+    weights = full_weights()
+
+    def rest(folder):
+        if ddp:
+            dist.barrier()                                              # rank 0 has made the folder
+        dcp.save(resume_state(), storage_writer=dcp.HuggingFaceStorageWriter(os.path.join(folder, 'resume'), save_distributed=True), no_dist=not ddp)
+        if rank == 0:
+            gepard.write_json(os.path.join(folder, 'resume.json'), {'step': step, 'epoch': epoch, 'micro': micro})
+    try:
+        if rank:
+            rest(path + '.tmp')
+        else:
+            metadata = {'stage': 'pretrain', 'step': step, 'parent': init_from, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')},
+                        'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
+                        'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
+            shutil.rmtree(path, ignore_errors=True)                     # of that name and not whole: not ours
+            gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), metadata, rest)
+            for _, old in gepard.checkpoints(out_dir)[:-keep_checkpoints] if keep_checkpoints else []:
+                shutil.rmtree(old)
+            say(f'saved {path}')
+    except (Exception, CheckpointException) as e:                       # a full disk, most likely; several libraries write here
+        fail(f"{path}: not saved ({' '.join(str(e).split())[:300]}; it takes {12 * total_parameters / 1e9:.2f} GB, "
+             f'{shutil.disk_usage(out_dir).free / 1e9:.2f} GB are free); the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}', everywhere=True)
     if ddp:
         dist.barrier()
 
@@ -450,17 +521,14 @@ def evaluate():
 def speak_prompts():
     """The fixed prompts, each in the voice of another held-out row (or the null prefix), to wav with a spectrogram."""
     global codec
-    weights = {k: whole(v) for k, v in model.state_dict().items()} if ddp else None     # a collective: all ranks
+    weights = full_weights()
     if rank:
         return
     from codec import NanoCodec, save_spectrogram, save_wav
     codec = codec or NanoCodec(beside(meta['codec']['id']), device=device)
-    voice = model
-    if ddp:
-        voice = gepard.Gepard(cfg)
-        voice.load_state_dict(weights)
-        voice.to(device)
-    voice.eval()
+    voice = gepard.Gepard(cfg)                                          # a copy: neither sharded nor compiled
+    voice.load_state_dict(weights)
+    voice.to(device, compute).eval()
     folder = os.path.join(out_dir, 'samples', f'step-{step}')
     os.makedirs(folder, exist_ok=True)
     prefix = None
@@ -473,7 +541,38 @@ def speak_prompts():
     for n, (text, s, wav) in enumerate(zip(speak, spoken, codec.decode([s['codes'].cpu() for s in spoken]))):
         save_wav(os.path.join(folder, f'{n}.wav'), wav, codec.sample_rate)
         save_spectrogram(os.path.join(folder, f'{n}.png'), wav, codec.sample_rate, f"step {step}: {text} ({len(s['codes'])} frames, {s['ended_by']})")
+
+
+def effective_rank(m):
+    """exp of the entropy of the normalised singular values, Roy & Vetterli 2007: how many directions [rows, d] really uses."""
+    p = torch.linalg.svdvals(m.float())
+    p = p / p.sum()
+    return torch.exp(-(p * p.clamp(min=1e-12).log()).sum()).item()
+
+
+@torch.no_grad()
+def look_inside():
+    """The costly telemetry, on one held-out batch: see docs/guide.md for what each number shows. Every rank calls it."""
+    model.eval()
+    numbers = (val_rows if len(val_rows) else train_rows)[:batch_size]
+    batch = to_device(make_batch(numbers, all_clips, np.random.default_rng(seed), train=False)) | {'states': []}
+    with cast:
+        out = model(batch)
     model.train()
+    norm, cosine = lambda x: x.float().norm(dim=-1).mean().item(), torch.nn.functional.cosine_similarity
+    embed = full(model.model.embed_tokens.weight.detach())[watched]
+    tables = full(model.audio_embeddings.weight.detach()).split(cfg.levels)
+    ranks = [effective_rank(t) for t in tables]
+    r = {'text_norm': norm(out['inputs'][batch['text_at']]), 'audio_norm': norm(out['inputs'][batch['frame_at']]),
+         'text_cosine_to_start': cosine(embed, anchor).mean().item(), 'text_drift': ((embed - anchor).norm() / anchor.norm()).item(),
+         'text_rank': effective_rank(embed - embed.mean(0)), 'table_rank': ranks, 'table_rank_share': float(np.mean([a / n for a, n in zip(ranks, cfg.levels)])),
+         'text_audio_cosine': [cosine(h[batch['text_at']].float().mean(0), h[batch['frame_at']].float().mean(0), dim=0).item() for h in batch['states']]}
+    if num_queries:
+        q = torch.nn.functional.normalize(out['q'].float(), dim=-1)
+        n = q.shape[1]
+        r |= {'prefix_norm': norm(out['inputs'][batch['prefix_at']]), 'null_norm': norm(full(model.null_prefix.detach())),
+              'query_cosine': ((q @ q.mT).sum().item() / len(q) - n) / max(n * (n - 1), 1), 'query_spread': out['q'].float().std(1, unbiased=False).mean().item()}
+    return r
 
 
 def curves():
@@ -482,7 +581,8 @@ def curves():
     import matplotlib.pyplot as plt
     log = [json.loads(line) for line in open(metrics_path, encoding='utf-8')]
     fig, axes = plt.subplots(2, 3, figsize=(15, 7))
-    shown = (('code', 'val_code'), ('stop', 'val_stop'), ('stop_recall', 'stop_precision'), ('grad_norm',), ('supcon', 'diversity'), ('lr',))
+    shown = (('code', 'val_code'), ('stop', 'val_stop'), ('stop_recall', 'stop_precision'), ('grad_norm', 'grad_norm_backbone', 'grad_norm_qformer'),
+             ('supcon', 'diversity', 'supcon_positive', 'supcon_negative'), ('mfu', 'loader_wait') if cuda else ('lr',))
     for ax, keys in zip(axes.flat, shown):
         for key in keys:
             points = [(r['step'], r[key]) for r in log if key in r]
@@ -545,11 +645,34 @@ def settle():
             fail(f'{bad_steps} steps in a row with a non-finite gradient; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
     pending.clear()
 
+PARTS = ('backbone', 'text_embedding', 'tables', 'frame_mlp', 'heads', 'stop_head', 'qformer', 'null_prefix', 'supcon_head')
+BEGINS = {'model.embed_tokens': 1, 'model.': 0, 'audio_embeddings.': 2, 'audio_embed_proj.': 3, 'codebook_heads.': 4, 'stop_head.': 5, 'ref_compressor.': 6,
+          'null_prefix': 7, 'supcon_head.': 8}
+part_of = torch.tensor([next(n for begin, n in BEGINS.items() if name.startswith(begin)) for name, _ in named], device=device)
+
+
+def gradient_norms():
+    """Squared gradient norm of each of PARTS, over all ranks -> [9], on the device."""
+    squares = torch.stack(torch._foreach_norm([local(p.grad) if p.grad is not None else local(p).new_zeros(1) for _, p in named])).square()
+    squares = torch.zeros(len(PARTS), device=device).index_add_(0, part_of, squares)
+    return all_sum(squares) if sharded else squares                     # replicas hold the same gradients already
+
 stopping = []
-signal.signal(signal.SIGTERM, lambda *a: stopping.append(1))
+
+
+def on_signal(number, frame):
+    if stopping and number == signal.SIGINT:                            # Ctrl-C twice: at once
+        os._exit(130)
+    stopping.append(signal.Signals(number).name)
+
+for number in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(number, on_signal)
+TALLY = ('code', 'stop', 'diversity', 'supcon', 'hits', 'false', 'stops', 'nulls_forced', 'nulls_random', 'supcon_positive', 'supcon_negative', 'bad_rows')
+tally = torch.zeros(len(TALLY) + len(cfg.levels), device=device)        # sums since the last log line, this rank's
+norms = torch.zeros(len(PARTS), device=device)
 batches, bad_steps, pending = None, 0, []
-clock, clock_step, audio_frames, tokens, waited = time.time(), step, 0, 0, 0.0
-flops, start_time, start_step = 0, time.time(), step
+clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
+start_time, start_step = time.time(), step
 if eval_interval and step == 0 and len(val_rows):
     r = evaluate()
     record(r)
@@ -558,40 +681,56 @@ while step < total_steps:
     if batches is None:
         batches = loader(epoch, micro)
     t = time.time()
-    parts = [next(batches, None) for _ in range(gradient_accumulation)]
+    try:
+        parts = [next(batches, None) for _ in range(gradient_accumulation)]
+    except ValueError as e:
+        fail(e, everywhere=True)
     waited += time.time() - t
     if parts[0] is None:                                                # the epoch is over
         epoch, micro, batches = epoch + 1, 0, None
         continue
     audio_frames += sum(len(b['codes']) for b in parts)
     tokens += sum(len(b['position']) for b in parts)
-    flops += sum(6 * backbone_params * len(b['position']) + 6 * cfg.num_hidden_layers * cfg.num_attention_heads * cfg.head_dim
+    # forward and backward of the matrices, and of attention inside the rows: 6 flops a parameter and token, Kaplan 2020
+    flops += sum(6 * sizes['backbone'] * len(b['position']) + 6 * cfg.num_hidden_layers * cfg.num_attention_heads * cfg.head_dim
                  * int((b['cu_seqlens'].diff().long() ** 2).sum()) for b in parts)
     # means are over all rows of the step, on all ranks: one gradient for 1x4, 2x2 and 4x1
-    n = all_sum(torch.tensor([sum(len(b['codes']) for b in parts), sum(len(b['last_at']) for b in parts)], dtype=torch.float32).to(device))
+    n = torch.tensor([sum(len(b['codes']) for b in parts), sum(len(b['last_at']) for b in parts)], dtype=torch.float32, pin_memory=cuda)
+    n = all_sum(n.to(device, non_blocking=True))
     count = {'frames': n[0], 'stops': n[0] + n[1], 'rows': n[1]}
     weights = [gepard.ramp(step, diversity_weight, reg_start, diversity_ramp), gepard.ramp(step, supcon_weight, reg_start, supcon_ramp)]
     for g in optimizer.param_groups:
         g['lr'] = g['base_lr'] * lr_factor(step)
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank)       # dropout: the same after a resume
-    sums = torch.zeros(6, device=device)
-    for a, batch in enumerate(parts):
-        if ddp:
-            model.set_requires_gradient_sync(a == gradient_accumulation - 1)
-        batch = to_device(batch)
-        with cast:
-            out = net(batch)
-        r = gepard.losses(out, batch, cfg, count, *weights, supcon_share=1 / gradient_accumulation)
-        (r['total'] * world).backward()                                 # FSDP averages over ranks; ours are parts of one sum
-        with torch.no_grad():
-            f = len(out['codes'])
-            sums += torch.stack([r['code'], r['stop'], r.get('diversity', sums[0] * 0), r.get('supcon', sums[0] * 0) / world,
-                                 (out['stop_logits'][f:] > 0).sum().float(), (out['stop_logits'][:f] > 0).sum().float()]).float()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), grad_clip or math.inf)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # a non-finite gradient: the fused optimizer skips the step by itself when found_inf is set, without asking the host
-    optimizer.found_inf = (~torch.isfinite(norm)).float().reshape(())
-    optimizer.grad_scale = None
+    try:
+        for a, batch in enumerate(parts):
+            last = a == gradient_accumulation - 1                       # gradients meet once a step
+            if sharded:
+                model.set_requires_gradient_sync(last)
+                model.set_reshard_after_backward(last)
+            batch = to_device(batch)
+            with cast, nullcontext() if last or net is model else net.no_sync():
+                out = net(batch)
+                r = gepard.losses(out, batch, cfg, count, *weights, supcon_share=1 / gradient_accumulation)
+                (r['total'] * world).backward()                         # DDP and FSDP average over ranks; ours are parts of one sum
+            with torch.no_grad():
+                zero, f = n[0] * 0, len(out['codes'])
+                forced = batch['null'].sum() if num_queries else zero
+                sup, stats = r.get('supcon', zero), r.get('supcon_stats', {})
+                tally += torch.cat([torch.stack([torch.as_tensor(x, device=device).float() for x in (
+                    r['code'], r['stop'], r.get('diversity', zero), sup / world, (out['stop_logits'][f:] > 0).sum(), (out['stop_logits'][:f] > 0).sum(), len(batch['last_at']),
+                    forced, batch['drop'].sum() - forced if num_queries else zero, *(stats.get(k, zero) / world / gradient_accumulation for k in ('positive', 'negative')),
+                    batch['bad_rows'])]), r['level'].float()])
+            del out, r
+    except torch.OutOfMemoryError:
+        fail(f'out of memory in a step of {sum(len(b["position"]) for b in parts):,} tokens in {gradient_accumulation} micro-batches: lower batch_size (with P, K, M) '
+             'and raise gradient_accumulation, or --recompute=true, or --parallel=fsdp on several GPUs', everywhere=True)
+    squares = gradient_norms()
+    norm = squares.sum().sqrt()
+    norms += squares.sqrt()
+    # the fused optimizer divides by grad_scale (that is the clipping) and skips the step where found_inf is set, without asking the host
+    optimizer.grad_scale = (norm / grad_clip).clamp(min=1) if grad_clip else torch.ones((), device=device)
+    optimizer.found_inf = (~torch.isfinite(norm)).float()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     pending.append((step, epoch, micro, optimizer.found_inf))
@@ -601,21 +740,23 @@ while step < total_steps:
     if step % log_interval == 0 or step == total_steps or stopping and not ddp:
         stop_now = all_sum(torch.tensor(float(len(stopping)), device=device)).item() > 0    # ranks agree, here only
         settle()
-        sums = all_sum(sums)
-        code, stop, div, sup, hits, false = sums.tolist()
-        seconds = time.time() - clock
-        steps_done = max(step - clock_step, 1)
+        steps_done, seconds = max(step - clock_step, 1), time.time() - clock
         eta = (total_steps - step) * (time.time() - start_time) / (step - start_step)
-        values = {'code': code, 'stop': stop, 'diversity': div, 'supcon': sup, 'train_stop_recall': hits / float(n[1]), 'grad_norm': float(norm),
-                  'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'step_ms': 1000 * seconds / steps_done,
-                  'tokens_per_s': tokens * world / seconds, 'audio_s_per_s': audio_frames * world / frame_rate / seconds,
-                  'tflops': flops / seconds / 1e12, 'loader_wait': waited / seconds,
-                  'memory_gib': torch.cuda.max_memory_allocated() / 2 ** 30 if device == 'cuda' else 0.0}
-        record(values)
-        say(f"step {step}/{total_steps} epoch {epoch} code {code:.3f} stop {stop:.3f} div {div:.3f} sup {sup:.3f} "
-            f"norm {float(norm):.2f} lr {values['lr']:.1e} | "
-            f"{values['step_ms']:.0f} ms, {values['audio_s_per_s']:.0f} s audio/s, {values['tokens_per_s']:.0f} tokens/s, "
-            f"loader {100 * values['loader_wait']:.0f}%, ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
+        sums = (all_sum(tally) / steps_done).tolist()
+        v = dict(zip(TALLY, sums))
+        hits, false, stops, forced, random = (v.pop(k) for k in ('hits', 'false', 'stops', 'nulls_forced', 'nulls_random'))
+        v |= {'train_stop_recall': hits / stops, 'train_stop_precision': hits / max(hits + false, 1), 'null_forced': forced / stops, 'null_random': random / max(stops - forced, 1),
+              'level': sums[len(TALLY):], 'grad_norm': float(norm), **{'grad_norm_' + k: x / steps_done for k, x in zip(PARTS, norms.tolist())},
+              'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'step_ms': 1000 * seconds / steps_done, 'tokens_per_s': tokens * world / seconds,
+              'audio_s_per_s': audio_frames * world / frame_rate / seconds, 'mfu': flops / seconds / 1e12 / peak_tflops, 'loader_wait': waited / seconds,
+              'memory_gib': torch.cuda.max_memory_allocated() / 2 ** 30 if cuda else 0.0,
+              'compilations': torch._dynamo.utils.counters['stats']['unique_graphs'] if compile and cuda else 0}
+        record(v)
+        say(f"step {step}/{total_steps} epoch {epoch} code {v['code']:.3f} stop {v['stop']:.3f} div {v['diversity']:.3f} sup {v['supcon']:.3f} "
+            f"norm {v['grad_norm']:.2f} lr {v['lr']:.1e} | {v['step_ms']:.0f} ms, {v['audio_s_per_s']:.0f} s audio/s, {v['tokens_per_s']:.0f} tokens/s, "
+            + (f"MFU {100 * v['mfu']:.0f}%, " if cuda else '') + f"loader {100 * v['loader_wait']:.0f}%, ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
+        tally.zero_()
+        norms.zero_()
         clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
     if step % save_interval == 0 or step == total_steps or stop_now:
         settle()
@@ -624,12 +765,12 @@ while step < total_steps:
         elif step == total_steps:
             fail(f'the run ends in {bad_steps} bad steps; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
     if stop_now:
-        say(f'stopped by SIGTERM at step {step}')
+        say(f'stopped by {stopping[0] if stopping else "another rank"} at step {step}')
         break
     if eval_interval and (step % eval_interval == 0 or step == total_steps):
         pause = time.time()
         r = evaluate() if len(val_rows) else {}
-        record(r)
+        record(r | look_inside())
         say(f'step {step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()))
         if speak:
             speak_prompts()

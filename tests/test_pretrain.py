@@ -108,18 +108,18 @@ def test_resume_is_bitwise(ten, corpus, tmp_path):
     same(weights(out, 10), weights(ten[0], 10))
     a, b = log(out), log(ten[0])
     assert all(a[s]['code'] == b[s]['code'] and a[s]['grad_norm'] == b[s]['grad_norm'] for s in range(1, 11))
-    ours, theirs = (torch.load(os.path.join(o, 'checkpoint-10', 'resume.pt'), weights_only=True) for o in (out, ten[0]))
-    assert all(torch.equal(v, theirs['optimizer'][n][k]) for n, s in ours['optimizer'].items() for k, v in s.items())
+    same(*(load_file(os.path.join(o, 'checkpoint-10', 'resume', 'shard-00001-model-00001-of-00001.safetensors')) for o in (out, ten[0])))
 
 
-def test_two_ranks_and_back(corpus, tmp_path):
+@pytest.mark.parametrize('parallel, words', [('fsdp', 'FSDP2'), ('replicate', 'replicated')])
+def test_two_ranks_and_back(corpus, tmp_path, parallel, words):
     """One rank with two micro-batches and two ranks with one see the same rows: the same gradients. A run of two ranks
     goes on with one. SupCon is off: it sees all rows of a moment, and here the moments differ."""
     plain = ['--supcon_weight=0', '--dtype=float32', '--null_prob=0', '--prefix_dropout=0', '--save_interval=3', '--weight_decay=0.1']
     one, two = str(tmp_path / 'one'), str(tmp_path / 'two')
     run(one, corpus, *plain, '--max_steps=6')
-    text = run(two, corpus, *plain, '--gradient_accumulation=1', '--max_steps=6', ranks=2)
-    assert 'cpu x 2 (FSDP2)' in text
+    text = run(two, corpus, *plain, '--gradient_accumulation=1', '--max_steps=6', f'--parallel={parallel}', ranks=2)
+    assert f'cpu x 2 ({words})' in text
     a, b = log(one), log(two)
     for s in range(1, 7):
         assert b[s]['code'] == pytest.approx(a[s]['code'], rel=1e-5)
@@ -223,7 +223,7 @@ def test_damaged_resume_state_and_log(ten, corpus, tmp_path):
     text = run(out, corpus, '--max_steps=12', '--M=0', '--batch_size=6')
     assert 'no record' in text and 'has other batches and starts over' in text
     assert sorted(log(out)) == list(range(1, 13)) and M.checkpoints(out)[-1][0] == 12
-    state = os.path.join(out, 'checkpoint-12', 'resume.pt')
+    state = os.path.join(out, 'checkpoint-12', 'resume', 'shard-00001-model-00001-of-00001.safetensors')
     os.truncate(state, os.path.getsize(state) // 2)
     assert 'checkpoint-12: cannot go on from it' in run(out, corpus, '--max_steps=20', code=2)
 
