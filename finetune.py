@@ -271,9 +271,8 @@ if __name__ == '__main__':
         fail(f'an epoch of {data} has {len(order)} rows, one step takes {batch_size} x {gradient_accumulation} micro-batches x {world} ranks = {per_step}: '
              'lower gradient_accumulation or batch_size')
     for c in (corpus, *others.values()):
-        n = c.rows['text_len'].astype(int)
-        longest = max((gepard.repeats(t, repetition) * (t + 2) for t in np.unique(n[n <= max_text_tokens])), default=0)
-        longest = max(longest, n.max() + 2) + c.rows['frame_len'].max() + cfg.num_queries + 1
+        laid_out = np.array([gepard.repeats(n, repetition) * (n + 2) + 1 for n in range(c.rows['text_len'].max() + 1)])     # tokens of a text of n
+        longest = (laid_out[c.rows['text_len']] + c.rows['frame_len']).max() + cfg.num_queries
         if longest > cfg.max_position_embeddings:
             fail(f'{c.path} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -351,7 +350,7 @@ if __name__ == '__main__':
             fail(f'the weights are not finite after step {step}; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir, file=file)}')
         moments = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in params.items() if p in optimizer.state}
         if rank == 0:
-            metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'corpus': {k: corpus.meta[k] for k in ('sources', 'rows', 'frames')},
+            metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta},
                         'evaluation': measured, 'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
 
             def extra(folder):
@@ -391,7 +390,7 @@ if __name__ == '__main__':
                     sums[part] = torch.stack([of_row(code), of_row(stop[:f]) + stop[f:], of_row(torch.ones_like(code))], 1).double().cpu()
             sums = all_sum(sums.to(device) if device == 'cuda' else sums).cpu()
             result[name] = {}
-            for g in sorted({g for gs in groups for g in gs}):
+            for g in ['all'] + sorted({g for gs in groups for g in gs[1:]}):
                 mine = np.array([g in gs for gs in groups])
                 code, stop, frames = sums[mine].sum(0).tolist()
                 result[name][g] = {'rows': int(mine.sum()), 'code': code / frames, 'stop': stop / (frames + int(mine.sum()))}
