@@ -396,40 +396,23 @@ def source_rows(number, source, rows=None):
 def open_arrow(source):
     """open_lines of a parquet file, a folder of them, a save_to_disk folder or a Hugging Face dataset; read gives (rows, Arrow table or None):
     the tokens stay in Arrow."""
-    path, given, want, files = source['path'], source.get('columns') or {}, [0], []
-    if kind_of(source) == 'hf':
-        split, streaming = source.get('split', 'train'), source.get('streaming', False)
-        try:
+    path, given, hf, split, most = source['path'], source.get('columns') or {}, kind_of(source) == 'hf', source.get('split', 'train'), source.get('max_rows', sys.maxsize)
+    streaming, want, files, groups = source.get('streaming', False), [0], [], []
+    try:
+        import pyarrow as pa, pyarrow.parquet as pq
+        if hf:
             import datasets
-            whole = os.path.isdir(path) and not streaming
-            data = datasets.load_from_disk(path) if whole else datasets.load_dataset(path, source.get('subset'), split=split, streaming=streaming)
+            load = datasets.load_from_disk if os.path.isdir(path) and not streaming else lambda p: datasets.load_dataset(p, source.get('subset'), split=split, streaming=streaming)
+            data = load(path)
             data = (data[split] if isinstance(data, dict) else data).with_format('arrow')
+            files = [] if streaming else [f['filename'] for f in data.cache_files]
             schemas = [next(data.iter(1)).schema if streaming else data.features.arrow_schema]
-        except ImportError as e:
-            stop(f"source {source['name']!r}: {e}: pip install datasets")
-        except Exception as e:                  # of many kinds: no such name, no network, no such split, no rows, a broken file
-            stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
-        files = [] if streaming else [f['filename'] for f in data.cache_files]
-        size_of = lambda: len(data)
-        if streaming:
-            def size_of():                      # what the Hub says, else one pass over the texts
-                known = (data.info.splits or {}).get(split)
-                return known and known.num_examples or sum(map(len, data.select_columns([roles['text']]).take(source.get('max_rows', sys.maxsize)).iter(1024)))
-        def batches():
-            nonlocal data
-            if streaming:
-                yield from zip(itertools.count(want[0], 1024), data.select_columns(names).skip(want[0]).iter(1024))
-            for k, at in enumerate(range(0, 0 if streaming else len(data), 1024)):
-                if k % 16 == 0 and files:       # what was read of a mapped file stays in resident memory: map it anew
-                    data = pickle.loads(pickle.dumps(data))
-                if at + 1024 > want[0]:
-                    yield at, data.select_columns(names)[at:at + 1024]
-    else:
-        try:
-            import pyarrow as pa, pyarrow.parquet as pq
-        except ImportError as e:
-            stop(f"source {source['name']!r}: {e}: pip install pyarrow")
-        files, schemas, groups = files_below(path, ('.parquet',)) if os.path.isdir(path) else [path], [], []
+    except ImportError as e:
+        stop(f"source {source['name']!r}: {e}: pip install {(e.name or 'datasets').split('.')[0]}")
+    except Exception as e:                      # of many kinds: no such name, no network, no such split, no rows, a broken file
+        stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+    if not hf:
+        files, schemas = files_below(path, ('.parquet',)) if os.path.isdir(path) else [path], []
         for f in files:
             try:
                 with pq.ParquetFile(f) as p:
@@ -439,16 +422,32 @@ def open_arrow(source):
                 stop(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
         if not files:
             stop(f'{path}: no .parquet file in it')
-        size_of = lambda: sum(n for *_, n in groups)
-        def batches(at=0):                      # batch by batch: a row group may be larger than memory
-            for f, g, n in groups:
-                if at + n > want[0]:            # else another rank's
-                    with pq.ParquetFile(f, buffer_size=1 << 20) as p:
-                        part = at
-                        for batch in p.iter_batches(1024, [g], names):
-                            yield part, pa.Table.from_batches([batch])
-                            part += len(batch)
+    def count():
+        if not streaming:
+            return min(most, len(data) if hf else sum(n for *_, n in groups))
+        known = (data.info.splits or {}).get(split)     # what the Hub says; else one pass over the texts
+        return min(most, known.num_examples) if known and known.num_examples else sum(map(len, data.select_columns([roles['text']]).take(most).iter(1024)))
+    def batches(at=0):
+        nonlocal data
+        if streaming:
+            at = want[0]
+            for batch in data.select_columns(names).skip(at).iter(1024):
+                yield at, batch
+                at += len(batch)
+        elif hf:
+            for at in range(0, len(data), 1024):
+                if at % 16384 == 0 and files:   # what was read of a mapped file stays in resident memory: map it anew
+                    data = pickle.loads(pickle.dumps(data))
+                if at + 1024 > want[0]:
+                    yield at, data.select_columns(names)[at:at + 1024]
+        for f, g, n in groups:                  # of parquet
+            if at + n <= want[0]:               # another rank's
                 at += n
+                continue
+            with pq.ParquetFile(f, buffer_size=1 << 20) as p:
+                for batch in p.iter_batches(1024, [g], names):      # a row group may be larger than memory
+                    yield at, pa.Table.from_batches([batch])
+                    at += len(batch)
     prefix, has = given.get('layers', 'nano_layer_'), schemas[0].names
     layers = sorted((n for n in has if re.fullmatch(re.escape(prefix) + '[0-9]+', n)), key=lambda n: int(n[len(prefix):]))
     wanted = {f'layer{k}': f'{prefix}{k + 1}' for k in range(NANO['groups'])}
@@ -475,11 +474,9 @@ def open_arrow(source):
             if upto > start:
                 parts.append(batch.slice(max(0, start - at), end - max(at, start)))
         held.extend([(at, batch)] * (upto > end))
-        import pyarrow as pa
         table = pa.concat_tables(parts).select(list(roles.values())).rename_columns(list(roles))
         plain = table.select([c for c in table.column_names if c != 'encoded_len' and not c.startswith('layer')])
         return [(start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1)], table if layers else None
-    count = lambda: min(size_of(), source.get('max_rows', sys.maxsize))
     return count, read, files, bool(layers)
 
 def tokens_of(table, radix):
