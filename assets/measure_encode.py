@@ -13,7 +13,7 @@ import csv, hashlib, os, random, shutil, subprocess, sys, threading, time
 
 # -----------------------------------------------------------------------------
 speech = 'data/speech/wav'      # what the clips are cut from
-out = 'out/measure_encode'      # made anew
+out = 'out/measure_encode'      # a new folder
 hours = 4.0                     # of audio that prepare.py encodes in each run
 turn_seconds = 20.0             # how long clips are read and encoded in turn
 runs = '1:14 2:7 4:3'           # prepare.py as ranks:workers of each; more ranks than GPUs share them
@@ -32,7 +32,10 @@ from prepare import Corpus, files_below, load_clip
 
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
-shutil.rmtree(out, ignore_errors=True)
+if os.path.exists(out):
+    sys.exit(f'measure_encode.py: {out} is there already: remove it, or choose another --out')
+if not os.path.exists(speech):
+    sys.exit(f'measure_encode.py: {speech}: no such file or folder; make demo makes data/speech')
 os.makedirs(f'{out}/clips')
 
 # ---- the codec

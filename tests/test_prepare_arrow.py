@@ -201,6 +201,17 @@ def test_audio_columns_and_folders_give_the_same_corpus(tmp_path, fake):
     c = prepare(tmp_path / 'bad2', ({'name': 'a', 'path': str(tmp_path / 'folder')},), '--max_reject_share=1')
     assert sorted((r['reason'], r['audio']) for r in rejects(c.path)) == [('audio file not found', 'alone.wav'), ('no text file', 's0/0.wav'), ('text file is not UTF-8', 's0/3.wav')]
 
+def test_speakers_of_every_type(tmp_path, fake):
+    """Ints with holes, floats with NaN, strings: the same person in a source, another one in each source, none where there is none."""
+    sources = []
+    for name, column in (('ints', pa.array([7, None, 7, 0])), ('floats', pa.array([7.0, float('nan'), 7.0, None])), ('words', pa.array(['7', 'nan', ' 7', ''])), ('none', pa.array([None] * 4))):
+        columns, _ = tokens(4, seed=len(sources))
+        pq.write_table(pa.table({**columns, 'speaker': column}), tmp_path / f'{name}.parquet')
+        sources.append({'name': name, 'path': str(tmp_path / f'{name}.parquet')})
+    c = prepare(tmp_path / 'out', tuple(sources), '--min_clips_per_speaker=1', '--val_share=0')
+    names = [None if s < 0 else c.speakers[s] for s in c.rows['speaker']]
+    assert names == ['ints/7', None, 'ints/7', 'ints/0', 'floats/7', None, 'floats/7', None, 'words/7', None, 'words/7', None, *[None] * 4]
+
 @pytest.mark.filterwarnings('error::UserWarning')
 def test_reports_of_tokens_without_speakers(tmp_path, fake):
     columns, codes = tokens(3)
