@@ -473,7 +473,9 @@ if __name__ == '__main__':
     def log_probs(batch):
         rows = [row(s) for s in batch]
         packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in M.pack(rows, model.cfg).items()}
-        parts = M.trajectory_logprob(model(packed), packed, torch.tensor([s['truncated'] for s in batch], device=device), p_floor)
+        with torch.autocast(device, compute, enabled=compute != torch.float32):         # as dpo_train.py computes
+            out = model(packed)
+        parts = M.trajectory_logprob(out, packed, torch.tensor([s['truncated'] for s in batch], device=device), p_floor)
         return torch.stack(parts, 1).tolist()
 
     used = {(s['group'], s['k']): s for p in pairs for s in (p['chosen'], p['rejected'])}

@@ -1,0 +1,29 @@
+# Preference training of the offline profile, after config/dpo.py's manner: one file for three scripts. Single words, of which it has
+# heard ten alone in training; no guidance.
+#   python dpo_sample.py config/tiny_dpo.py && python dpo_score.py config/tiny_dpo.py && python dpo_train.py config/tiny_dpo.py
+#   python dpo_sample.py config/tiny_dpo.py --run_name=after --ckpt=out/tiny_dpo/round1/merged --seed=1; python dpo_score.py config/tiny_dpo.py --run_name=after --eval
+out_dir = 'out/tiny_dpo'
+if 'prompts' in globals():          # dpo_sample.py
+    ckpt = 'out/tiny'
+    prompts = 'assets/tiny/words.txt'
+    voices = ('data/tiny',)
+    speakers_per_text = 4
+    null_share = 0.0
+    cfg_scale = 1.0
+    temperature = 0.8               # a group must hold good and bad ones
+    cap_min = 40
+if 'asr' in globals():              # dpo_score.py
+    asr = '.cache/whisper-base.pt'  # assets/tiny/measure.py makes it
+    language = 'en'
+    asr_window = 8.0
+    # digits one by one, and homophones that the small language lacks
+    _digits = 'zero one two three four five six seven eight nine'.split()
+    _sounds = {'to|too': 'two', 'for': 'four', 'ate': 'eight', 'won': 'one', 'read': 'red', 'blew': 'blue', 'hoarse': 'horse'}
+    respell = {r'(\d)': r' \1 '} | {str(n): w for n, w in enumerate(_digits)} | {rf'\b({said})\b': meant for said, meant in _sounds.items()}
+if 'beta' in globals():             # dpo_train.py
+    learning_rate = 3e-4            # a small model, and few pairs
+    stop_lr = 1e-3
+    epochs = 4
+    warmup_steps = 5
+    log_interval = 5
+    eval_interval = 20
