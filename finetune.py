@@ -61,7 +61,9 @@ compile = False                 # torch.compile; on a GPU worth its start-up aft
 seed = 1337
 # -----------------------------------------------------------------------------
 GROUPS = ('backbone', 'embed', 'audio', 'ref')
-FIXED = ('lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets', 'lora_last_n_layers', 'train_stop_head', 'full', 'freeze', 'text_repetition')
+REPETITION = {'enabled': 'True or False', 'apply_below': 'whole, above 0', 'target_text_tokens': 'whole, above 0', 'max_repeats': 'whole, above 0',
+              'mixed_keep_prob': '0..1'}
+FIXED = ('lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets', 'lora_last_n_layers', 'train_stop_head', 'full', 'freeze', 'text_repetition')     # in a run
 
 
 def epoch_rows(lengths, short_below, short_fraction, longest, rng):
@@ -94,7 +96,8 @@ if __name__ == '__main__':
     for name in ('batch_size', 'gradient_accumulation', 'epochs', 'log_interval', 'save_interval', 'learning_rate', 'max_bad_steps', 'max_text_tokens',
                  'ref_min_seconds', 'lora_rank', 'lora_alpha'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
-    for name in ('max_steps', 'warmup_steps', 'grad_clip', 'lr_audio', 'lr_embed', 'lr_ref', 'eval_interval', 'eval_rows', 'keep_checkpoints', 'lora_last_n_layers', 'seed'):
+    for name in ('max_steps', 'warmup_steps', 'grad_clip', 'lr_audio', 'lr_embed', 'lr_ref', 'eval_interval', 'eval_rows', 'keep_checkpoints',
+                 'lora_last_n_layers', 'seed'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
     rule(0 <= lora_dropout < 1, f'lora_dropout must be in [0, 1), got {lora_dropout}')
     rule(0 <= short_fraction <= 1, f'short_fraction must be in 0..1, got {short_fraction}')
@@ -106,12 +109,9 @@ if __name__ == '__main__':
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
     rule('val' not in val_corpora, "val_corpora: 'val' is the name of data's own held-out rows; choose another")
-    kinds = {'enabled': bool, 'apply_below': int, 'target_text_tokens': int, 'max_repeats': int, 'mixed_keep_prob': (int, float)}
-    for key, value in text_repetition.items():
-        rule(key in kinds, f'text_repetition: {key!r} is none of {", ".join(kinds)}')
-        rule(key not in kinds or type(value) is bool if kinds.get(key) is bool else isinstance(value, kinds.get(key, object)) and not isinstance(value, bool) and value >= 0,
-             f'text_repetition: {key} is {value!r}')
-    rule(0 <= text_repetition.get('mixed_keep_prob', 0) <= 1, 'text_repetition: mixed_keep_prob must be in 0..1')
+    for key, v in text_repetition.items():
+        good = type(v) is bool if key == 'enabled' else type(v) in (int, float) and 0 <= v <= 1 if key == 'mixed_keep_prob' else type(v) is int and v > 0
+        rule(good and key in REPETITION, f"text_repetition: {key!r} {v!r}: it takes {', '.join(f'{k} ({what})' for k, what in REPETITION.items())}")
     if bad:
         if os.environ.get('RANK', '0') == '0':
             print('finetune.py: ' + '; '.join(bad), file=sys.stderr)
@@ -192,8 +192,9 @@ if __name__ == '__main__':
         if full:
             for name, p in model.named_parameters():
                 p.requires_grad_(gepard.group_of(name) not in freeze)
-            history = metadata['history'] if newest else [gepard.read_json(os.path.join(folder, 'training_metadata.json'))] \
-                if os.path.exists(os.path.join(folder, 'training_metadata.json')) else []
+            told = os.path.join(folder, 'training_metadata.json')
+            before = gepard.read_json(told) if os.path.exists(told) else {}
+            history = before.pop('history', []) + [before] * bool(before and not newest)        # the stages before, oldest first
         else:
             if newest:
                 adapter = lora.load_adapter(model, newest, folder)      # compares the base's hash
@@ -208,11 +209,11 @@ if __name__ == '__main__':
         def open_corpus(path):
             """A corpus of the base's codec and tokenizer, or a ValueError that says in what it differs."""
             c = Corpus(path)
-            m, known = c.meta, {k: v for k, v in cfg.special_tokens.items() if k != 'tokeniser_length'}
+            m, special = c.meta, {k: v for k, v in cfg.special_tokens.items() if k != 'tokeniser_length'}
             differ = [f'{what} {has!r}, the base {base} has {want!r}' for what, has, want in (
                 ('codec', m['codec']['id'], codec or cfg.codec['codec_id']), ('codec sample_rate', m['codec']['sample_rate'], cfg.codec['sample_rate']),
                 ('codec levels', list(m['codec']['levels']) * m['codec']['groups'], cfg.levels),
-                ('tokenizer hash', m['tokenizer']['hash'], sha256_of(tokenizer_file)), ('special_tokens', m['special_tokens'], known)) if has != want]
+                ('tokenizer hash', m['tokenizer']['hash'], sha256_of(tokenizer_file)), ('special_tokens', m['special_tokens'], special)) if has != want]
             if differ:
                 raise ValueError(f'{path} was built with ' + '; '.join(differ))
             return c
@@ -221,8 +222,10 @@ if __name__ == '__main__':
         others = {name: open_corpus(path) for name, path in val_corpora.items()}
     except BlockingIOError:
         fail(f'another run is writing to {out_dir}')
-    except (ValueError, OSError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as e:
-        fail(f'{newest}: cannot go on from it ({e}); without that folder the run goes on from the one before' if newest and not isinstance(e, ValueError) else e)
+    except (ValueError, OSError) as e:
+        fail(e)
+    except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as e:     # of a file that is cut or foreign
+        fail(f'{newest or base}: {e!r}' + '; without that folder the run goes on from the one before' * bool(newest))
     rows, repetition = corpus.rows, cfg.text_repetition
     frame_rate = corpus.meta['codec']['sample_rate'] / corpus.meta['codec']['hop']
     train_rows = corpus.split('train')
@@ -249,29 +252,29 @@ if __name__ == '__main__':
         return row
 
     def held_out(c):
-        """Rows of a corpus for evaluation, and of each its groups: all, its number of words, its language (its source where there is no tag)."""
+        """Rows of a corpus for evaluation, and of each its groups: all, number of words, language (its source where there is no tag)."""
         pool = c.split('val')
         pool = pool if len(pool) or c is corpus else np.arange(len(c.rows))             # a corpus made to be held out as a whole
         chosen = np.random.default_rng(seed).permutation(pool)[:eval_rows or None]
         sources, tags, groups = c.meta['sources'], c.meta.get('languages', []), []
         for i in chosen:
-            words, source = tokenizer.decode(c.text(i).tolist()).split(), sources[c.rows['source'][i]] if sources else {}
+            words = tokenizer.decode(c.text(i).tolist()).split()
             tag = words[0][:-1] if words and words[0].endswith(':') and words[0][:-1] in tags else ''
-            n = len(words) - bool(tag)
-            groups.append(('all', '1-2 words' if n <= 2 else '3-6 words' if n <= 6 else '7 words on', f"language {tag or source.get('name', '-')}"))
+            n, language = len(words) - bool(tag), tag or sources[c.rows['source'][i]]['name']
+            groups.append(('all', '1-2 words' if n <= 2 else '3-6 words' if n <= 6 else '7 words on', f'language {language}'))
         return c, chosen, groups
 
     val = {name: held_out(c) for name, c in {'val': corpus, **others}.items()}
     val = {name: v for name, v in val.items() if len(v[1])}
     if eval_interval and 'val' not in val:
         say(f'{data} has no held-out rows: nothing of it is evaluated')
-    order = plan_epoch(epoch)
+    order = plan_epoch(epoch)                                           # epochs differ in their rows, not in their number
     steps_per_epoch = len(order) // per_step
     if steps_per_epoch == 0:
         fail(f'an epoch of {data} has {len(order)} rows, one step takes {batch_size} x {gradient_accumulation} micro-batches x {world} ranks = {per_step}: '
              'lower gradient_accumulation or batch_size')
     for c in (corpus, *others.values()):
-        laid_out = np.array([gepard.repeats(n, repetition) * (n + 2) + 1 for n in range(c.rows['text_len'].max() + 1)])     # tokens of a text of n
+        laid_out = np.array([gepard.repeats(n, repetition) * (n + 2) + 1 for n in range(c.rows['text_len'].max() + 1)])     # of a text of n
         longest = (laid_out[c.rows['text_len']] + c.rows['frame_len']).max() + cfg.num_queries
         if longest > cfg.max_position_embeddings:
             fail(f'{c.path} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
@@ -308,18 +311,19 @@ if __name__ == '__main__':
         say(f'resumed {newest}: step {step}, epoch {epoch}, row {done} of it')
     say(f"inherited from {base}: codec {cfg.codec['codec_id']}, tokenizer of {tokenizer.get_vocab_size()} ids, special tokens, text layout"
         + (f', null prefix in {cfg.null_prob:.0%} of the rows' if cfg.num_queries else ''))
-    overridden = [f'text_repetition {k} {plain[k]!r} -> {v!r}' for k, v in text_repetition.items() if plain[k] != v] + [f'codec, here named {codec}'] * bool(codec)
-    say('overridden: ' + (', '.join(overridden) or 'nothing'))
+    overridden = [f'text_repetition {k} {plain[k]!r} -> {v!r}' for k, v in text_repetition.items() if plain[k] != v]
+    say('overridden: ' + (', '.join(overridden + [f'codec, here named {codec}'] * bool(codec)) or 'nothing'))
     short = int((rows['text_len'][order] < repetition['apply_below']).sum())
-    say(f"corpus {data}: {len(train_rows):,} training rows, of which an epoch takes {len(order):,}: {short:,} below {repetition['apply_below']} text tokens, {len(order) - short:,} longer ones; "
-        + ', '.join(f'{name} {len(v[1]):,} held out' for name, v in val.items()))
+    say(f"corpus {data}: {len(train_rows):,} training rows, of which an epoch takes {len(order):,}: {short:,} below {repetition['apply_below']} text tokens, "
+        f'{len(order) - short:,} longer ones; ' + ', '.join(f'{name} {len(v[1]):,} held out' for name, v in val.items()))
     left = (epochs - epoch - 1) * steps_per_epoch + (len(order) - done) // per_step
     total_steps = max(step + left, step) if not max_steps else min(max_steps, step + left)
     mean = (rows['text_len'][order] + rows['frame_len'][order]).mean() + cfg.num_queries + 3
-    say(f'step: {batch_size} rows x {gradient_accumulation} micro-batches x {world} ranks = {per_step:,} rows, about {per_step * mean:,.0f} tokens before repetition; '
-        f'{steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_steps - step:,} to go' if step else ''))
+    say(f'step: {batch_size} rows x {gradient_accumulation} micro-batches x {world} ranks = {per_step:,} rows, about {per_step * mean:,.0f} tokens '
+        f'before repetition; {steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_steps - step:,} to go' if step else ''))
     say(', '.join(f'{g} {sizes[g] / 1e6:.3f}M at lr {learning_rate * multipliers[g]:.1e}' for g in GROUPS if sizes[g])
-        + f" trained of {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M, {device}{f' x {world} (FSDP2)' if ddp else ''}, {str(compute).removeprefix('torch.')} compute")
+        + f" trained of {sum(p.numel() for p in model.parameters()) / 1e6:.2f}M, {device}{f' x {world} (FSDP2)' if ddp else ''}, "
+        f"{str(compute).removeprefix('torch.')} compute")
     if full:
         say('full fine-tuning moves every language and voice the base knows, not only the new ones: keep them in the corpus (max_rows of their sources), '
             'watch them in val_corpora, and prefer adapters for a small corpus')
@@ -350,8 +354,9 @@ if __name__ == '__main__':
             fail(f'the weights are not finite after step {step}; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir, file=file)}')
         moments = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in params.items() if p in optimizer.state}
         if rank == 0:
-            metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta},
-                        'evaluation': measured, 'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
+            metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'evaluation': measured, 'git': git,
+                        'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta},
+                        'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}}
 
             def extra(folder):
                 torch.save({'optimizer': moments, 'step': step, 'epoch': epoch, 'rows': done}, os.path.join(folder, 'resume.pt'))
@@ -382,10 +387,10 @@ if __name__ == '__main__':
                 batch = to_device(gepard.pack([item(c, chosen[n], repetition, np.random.default_rng([seed, n]), False) for n in own], cfg))
                 with cast:
                     out = net(batch)
-                f, row = len(out['codes']), batch['frame_row']
+                f, target = len(out['codes']), gepard.stop_target(out)
                 code = F.cross_entropy(out['logits'].transpose(1, 2), out['codes'], reduction='none').sum(1)
-                stop = F.binary_cross_entropy_with_logits(out['stop_logits'], gepard.stop_target(out), reduction='none', pos_weight=code.new_tensor(cfg.stop_pos_weight))
-                of_row = lambda x: x.new_zeros(len(own)).index_add(0, row, x)
+                stop = F.binary_cross_entropy_with_logits(out['stop_logits'], target, reduction='none', pos_weight=code.new_tensor(cfg.stop_pos_weight))
+                of_row = lambda x: x.new_zeros(len(own)).index_add(0, batch['frame_row'], x)
                 if len(part):
                     sums[part] = torch.stack([of_row(code), of_row(stop[:f]) + stop[f:], of_row(torch.ones_like(code))], 1).double().cpu()
             sums = all_sum(sums.to(device) if device == 'cuda' else sums).cpu()
@@ -518,8 +523,8 @@ if __name__ == '__main__':
             settle()
             code, stop = all_sum(sums).tolist()
             seconds = (time.time() - clock) / max(step - clock_step, 1)
-            values = {'code': code, 'stop': stop, 'grad_norm': float(norm), 'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'step_ms': 1000 * seconds,
-                      'tokens_per_s': tokens * world / max(time.time() - clock, 1e-9)}
+            values = {'code': code, 'stop': stop, 'grad_norm': float(norm), 'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch,
+                      'step_ms': 1000 * seconds, 'tokens_per_s': tokens * world / max(time.time() - clock, 1e-9)}
             record(values)
             eta = int(seconds * (total_steps - step))
             say(f"step {step}/{total_steps} epoch {epoch} code {code:.3f} stop {stop:.4f} norm {float(norm):.2f} lr {values['lr']:.1e} | "
