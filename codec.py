@@ -106,6 +106,10 @@ def _load(name, device):
     config.use_scl_loss = config.use_slm_loss = False
     return load(override_config_path=config, strict=False, save_restore_connector=Connector())
 
+def _steady():
+    """Of cuDNN only what gives the same bits each time: some of its transposed convolutions add in any order."""
+    return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=torch.backends.cudnn.allow_tf32)
+
 class NanoCodec:
     def __init__(self, name_or_path, device='cpu'):
         self.id, self.device = str(name_or_path), torch.device(device)
@@ -150,14 +154,14 @@ class NanoCodec:
         for rows in self._batches(lengths):
             size = lengths[rows[0]] * self.hop
             batch = torch.stack([torch.nn.functional.pad(audio[i], (0, size - len(audio[i]))) for i in rows]).to(self.device)
-            tokens, _ = self.model.encode(audio=batch, audio_len=torch.full((len(rows),), size, device=self.device))   # [B, groups, T]
+            with _steady(): tokens, _ = self.model.encode(audio=batch, audio_len=torch.full((len(rows),), size, device=self.device))   # [B, groups, T]
             for i, t in zip(rows, tokens.transpose(1, 2).cpu().numpy()): codes[i] = t.astype(np.uint16)
         return codes
 
     def _decode(self, codes):
         """codes int64 [B, T, channels] on the device -> audio [B, T * hop]. Straight from the channels: no packed index, no NeMo quantizer."""
         lengths = torch.full((len(codes),), codes.shape[1], device=self.device)
-        return self.model.decode_audio(inputs=dequantize(codes, self.levels).transpose(1, 2), input_len=lengths)[0]
+        with _steady(): return self.model.decode_audio(inputs=dequantize(codes, self.levels).transpose(1, 2), input_len=lengths)[0]
 
     def _channels(self, codes):
         """One clip's packed or unfolded frames, any integer type -> int64 [T, channels] on the device; ValueError if out of range."""
