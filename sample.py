@@ -107,12 +107,13 @@ if compute not in (torch.float32, torch.bfloat16):
 try:
     gepard, folder = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt, device, compute)
     cfg = gepard.cfg
-    if language:
-        name = os.path.join(folder, 'training_metadata.json')
-        stage = M.read_json(name) if os.path.exists(name) else {}
-        known = sorted({tag for s in (stage, *stage.get('history', [])) for tag in s.get('corpus', {}).get('languages') or ()})
-        if language.lower() not in known:
-            fail(f'--language={language}: ' + (f"{ckpt} knows {', '.join(known)}" if known else f'{ckpt} was trained without language tags, or its training_metadata.json is not there'))
+    name = os.path.join(folder, 'training_metadata.json')
+    stage = M.read_json(name) if os.path.exists(name) else {}
+    known = sorted({tag for s in (stage, *stage.get('history', [])) for tag in s.get('corpus', {}).get('languages') or ()})
+    if language and language.lower() not in known:
+        fail(f'--language={language}: ' + (f"{ckpt} knows {', '.join(known)}" if known else f'{ckpt} was trained without language tags, or its training_metadata.json is not there'))
+    if known and not language:
+        print(f"{ckpt} was trained with language tags ({', '.join(known)}): --language= puts one before the text")
     tokenizer = load_tokenizer(folder)[0]
     nano = NanoCodec(codec or cfg.codec['codec_id'], device=device)
 except (OSError, ValueError, ImportError) as e:

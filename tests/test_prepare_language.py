@@ -45,7 +45,9 @@ def test_language_is_applied_as_in_training(tmp_path, fake, monkeypatch, capsys)
         for ckpt in ('tags', 'merged'):
             assert sample(monkeypatch, capsys, tmp_path / ckpt, f'--text={text}', f'--language={language}', out) == c.text(i).tolist()
     assert bytes(sample(monkeypatch, capsys, tmp_path / 'tags', '--text=hi', '--language=ES', out)) == b'es: hi' == tagged(' hi', 'es').encode()
-    assert bytes(sample(monkeypatch, capsys, tmp_path / 'tags', '--text=hi', out)) == b'hi'
+    capsys.readouterr()
+    assert bytes(sample(monkeypatch, capsys, tmp_path / 'tags', '--text=hi', out)) == b'hi' and 'trained with language tags (es, it)' in capsys.readouterr().out
+    assert bytes(sample(monkeypatch, capsys, tmp_path / 'plain', '--text=hi', out)) == b'hi' and 'language tags' not in capsys.readouterr().out
     assert sample(monkeypatch, capsys, tmp_path / 'tags', '--text=hi', '--language=de', out) == f'sample.py: --language=de: {tmp_path}/tags knows es, it'
     assert sample(monkeypatch, capsys, tmp_path / 'merged', '--text=hi', '--language=de', out) == f'sample.py: --language=de: {tmp_path}/merged knows es, fr, it'
     assert 'was trained without language tags' in sample(monkeypatch, capsys, tmp_path / 'plain', '--text=hi', '--language=es', out)
