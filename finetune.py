@@ -22,7 +22,7 @@ val_corpora = {}                # {'name': 'corpus folder'}: more held-out rows 
 codec = ''                      # '' = corpora must name the checkpoint's codec; else the name they know the same codec by
 # what is trained
 lora_rank = 16
-lora_alpha = 32                 # the change is alpha / rank * B A
+lora_alpha = 32.0               # the change is alpha / rank * B A
 lora_dropout = 0.05
 lora_targets = ('q_proj', 'k_proj', 'v_proj', 'o_proj')     # the backbone's linears; also gate_proj, up_proj, down_proj
 lora_last_n_layers = 0          # adapters in so many layers from the top; 0 = all

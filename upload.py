@@ -49,7 +49,7 @@ import model as M
 from prepare import load_tokenizer
 
 REQUIRED = ('config.json', 'gepard_config.json', 'training_metadata.json', 'tokenizer.json', 'model.safetensors')
-SETTINGS = ('learning_rate', 'batch_size', 'gradient_accumulation', 'epochs', 'max_steps', 'dropout', 'short_fraction', 'beta')      # shown if a stage has them
+SETTINGS = ('learning_rate', 'batch_size', 'gradient_accumulation', 'epochs', 'max_steps', 'lora_dropout', 'short_fraction', 'beta')      # shown if a stage has them
 LOCAL = re.compile(r'(/|~/|\.\.?/|[A-Za-z]:\\)')             # how a path of a disk begins; WHERE: surely one, for the last look
 WHERE = re.compile(r'(/|~/|[A-Za-z]:\\)[^\s/\\]+[/\\]')
 

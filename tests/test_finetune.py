@@ -383,8 +383,31 @@ def test_a_base_that_has_changed_is_refused(ten, place, tmp_path, capsys):
     assert 'whose weights are not those of' in run(tmp_path, out, capsys, f'--data={place}/corpus', '--max_steps=3', '--eval_interval=0', code=2)
 
 
-@pytest.mark.parametrize('files', [['finetune.py'], ['finetune.py', 'finetune_wide.py'], ['finetune.py', 'finetune_language.py'], ['tiny_finetune.py']])
+@pytest.mark.parametrize('files', [['finetune.py'], ['finetune.py', 'finetune_wide.py'], ['finetune_language.py'], ['tiny_finetune.py']])
 def test_presets_have_known_keys(tmp_path, capsys, files):
     paths = [os.path.join(ROOT, 'config', f) for f in files]
     text = script(capsys, 'finetune.py', *paths, '--ckpt=/nowhere', '--device=cpu', f'--out_dir={tmp_path}/run', code=2)
     assert '/nowhere: no such folder' in text
+
+
+def test_the_tokenizer_check_of_the_docs(tmp_path):
+    """The command of docs/new_language.md, as it stands: words of the tiny vocabulary are a token each, others fall back to bytes."""
+    text = open(os.path.join(ROOT, 'docs', 'new_language.md'), encoding='utf-8').read()
+    snippet = re.search(r'```sh\n(python -c .*?)\n```', text, re.S)[1]
+    for words, want in (('four two seven\n\nthe dog', '1.00 tokens a word, 0% of them single bytes'), ('Ωρα', '7.00 tokens a word, 100% of them single bytes')):
+        (tmp_path / 'texts.txt').write_text(words, encoding='utf-8')
+        ready = snippet.replace('python -c', f'{sys.executable} -c').replace('TOKENIZER', TOKENIZER).replace('TEXTS.txt', str(tmp_path / 'texts.txt'))
+        r = subprocess.run(['bash', '-c', ready], cwd=ROOT, capture_output=True, text=True)
+        assert r.stdout.strip() == want, r.stdout + r.stderr
+
+
+def test_second_language_holds_its_texts_out(monkeypatch):
+    monkeypatch.syspath_prepend(os.path.join(ROOT, 'assets', 'tiny'))
+    import second_language as spanish
+    train, held_out = spanish.plan()
+    texts = {t for _, t, _ in held_out}
+    assert len(texts) == 24 and not texts & {t for _, t, _ in train} and len(train) == 4 * spanish.per_voice
+    assert {w for t in texts for w in t.split()} <= {w for _, t, _ in train for w in t.split()}
+    assert sorted({v for _, _, v in held_out}) == sorted(spanish.VOICES) and spanish.plan() == (train, held_out)
+    of = {p: (v, t) for p, t, v in held_out}
+    assert all(len([p for p in of if of[p][0] == v]) == 6 for v in spanish.VOICES)

