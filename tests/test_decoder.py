@@ -103,15 +103,15 @@ def test_compiled_parts(jobs):
     """The parts of a step as torch.compile captures them (without inductor, which takes a minute here): one capture serves all
     layers, nothing breaks a graph, the cache is written in place, the frames are the same."""
     model, jobs = jobs
-    kw = dict(temperature=0.9, cfg_scale=3.0, cfg_frames=4)
-    want = decode(model, jobs, 8, **kw)
-    d = M.Decoder(model, 8, 8 + max(len(j[0]) for j in jobs), 23, **kw)
+    jobs = [(t, p, seed, 6) for t, p, seed, _ in jobs[:10]]
+    want = decode(model, jobs, 4, temperature=0.9)
+    d = M.Decoder(model, 4, 8 + max(len(j[0]) for j in jobs), 6, temperature=0.9)
     d.run_part, before = functools.cache(lambda f: torch.compile(f, dynamic=True, backend='aot_eager')), [c.data_ptr() for c in d.cache]
     torch._dynamo.utils.counters.clear()
     got = dict(d.run(jobs))
     equal([got[i] for i in range(len(jobs))], want)
     assert [c.data_ptr() for c in d.cache] == before and not torch._dynamo.utils.counters['graph_break']
-    assert torch._dynamo.utils.counters['stats']['unique_graphs'] <= 12
+    assert torch._dynamo.utils.counters['stats']['unique_graphs'] == 3
 
 
 @cuda

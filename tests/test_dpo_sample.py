@@ -1,0 +1,169 @@
+"""
+dpo_sample.py as a user runs it, on a small random checkpoint and corpus: the same files for any number of ranks and slots and after
+any kill.
+
+    pytest tests/test_dpo_sample.py
+"""
+import json, os, signal, subprocess, sys, time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import model as M
+from dpo_sample import assign, frame_cap, number_of, read_prompts
+from test_pretrain import write_corpus
+from test_sample import SPECIAL, TOKENIZER
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FILES = ('tokens.bin', 'index.jsonl', 'voices.safetensors')
+FLAGS = ['--speakers_per_text=2', '--rollouts=3', '--cap_min=5', '--cap_max=60', '--cap_multiple=1.2', '--cfg_frames=4', '--stop_threshold=0.97', '--device=cpu']
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory):
+    """A checkpoint, a corpus of random voices, prompts, and the rollouts of one undisturbed run."""
+    place = tmp_path_factory.mktemp('dpo')
+    cfg = M.Config(vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                   rope_theta=1e4, max_position_embeddings=512, audio_embed_dim=4, prefix_heads=2, special_tokens=SPECIAL)
+    cfg.codec = cfg.codec | {'codec_id': 'assets/tiny/codec.nemo'}
+    cfg.text_repetition = cfg.text_repetition | {'enabled': True}
+    model = M.Gepard(cfg)
+    model.init_weights(0)
+    model.codebook_heads.weight.data *= 30
+    model.stop_head.weight.data *= 30
+    M.save_checkpoint(str(place / 'policy' / 'checkpoint-3'), model.state_dict(), cfg, TOKENIZER, {'stage': 'pretrain'})
+    write_corpus(place / 'corpus')
+    meta = json.load(open(place / 'corpus' / 'meta.json'))
+    meta['codec']['id'] = 'assets/tiny/codec.nemo'
+    json.dump(meta, open(place / 'corpus' / 'meta.json', 'w'))
+    lines = [{'id': f'p{n}', 'text': ' '.join(['four', 'red', 'dogs', 'sing'][:1 + n % 4]), 'lang': ['en', 'de'][n % 2], 'category': 'c'} for n in range(12)]
+    (place / 'prompts.jsonl').write_text(''.join(json.dumps(x) + '\n' for x in lines))
+    run(place, 'whole')
+    return place
+
+
+def command(place, name, *flags, ranks=0):
+    launch = [sys.executable] if not ranks else [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    return [*launch, os.path.join(ROOT, 'dpo_sample.py'), f'--out_dir={place}/out', f'--run_name={name}', f'--ckpt={place}/policy', f'--prompts={place}/prompts.jsonl',
+            f'--voices={place}/corpus', *FLAGS, *flags]
+
+
+def run(place, name, *flags, ranks=0, code=0):
+    r = subprocess.run(command(place, name, *flags, ranks=ranks), capture_output=True, text=True, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    assert r.returncode == code, r.stdout[-3000:] + r.stderr[-3000:]
+    return r.stdout + r.stderr
+
+
+def path(place, name, file):
+    return os.path.join(place, 'out', name, 'rollouts', file)
+
+
+def same(place, name):
+    for file in FILES:
+        assert open(path(place, name, file), 'rb').read() == open(path(place, 'whole', file), 'rb').read(), file
+    left = {n for n in os.listdir(os.path.dirname(path(place, name, ''))) if not n.startswith('lock-')}
+    assert left == {*FILES, 'meta.json'}
+
+
+def test_frame_cap():
+    assert frame_cap('one two three', 21.5) == 163 and frame_cap('one', 21.5) == 94                     # int(4 * 1.9 * 21.5)
+    assert [frame_cap(t, 21.5, low=100, high=200) for t in ('', 'one', 'one two three four')] == [100, 100, 197]
+    assert frame_cap('word ' * 50, 21.5) == 300
+
+
+def test_assign():
+    voices = range(40)
+    drawn = {f'p{n}': assign(f'p{n}', voices, 5, 0.15, 0) for n in range(2000)}
+    assert drawn['p7'] == assign('p7', voices, 5, 0.15, 0) != assign('p7', voices, 5, 0.15, 1)
+    named = [[v for v in d if v >= 0] for d in drawn.values()]
+    assert all(len(d) == 5 and len(set(n)) == len(n) for d, n in zip(drawn.values(), named))            # no voice twice
+    assert abs(sum(d.count(-1) for d in drawn.values()) / 10000 - 0.15) < 0.02
+    uses = np.bincount(sum(named, []), minlength=40)
+    assert uses.min() > 0.75 * uses.mean()
+    assert len(assign('a', range(2), 5, 0.0, 0)) == 2 and assign('a', [], 5, 0.0, 0) == [-1] and set(assign('a', voices, 5, 1.0, 0)) == {-1}
+    assert 0 <= number_of('a', 1) < 2 ** 63 and number_of('a', 1) != number_of('a', 2)
+
+
+def test_prompts(tmp_path):
+    (tmp_path / 'a.txt').write_text('\ufeffone  two\n\nthree\n', encoding='utf-8')
+    assert [(p['id'], p['text']) for p in read_prompts(str(tmp_path / 'a.txt'))] == [('1', 'one two'), ('3', 'three')]
+    for content, message in (('', 'no prompts'), ('{"text": "a"}\n{"txt": "b"}', 'a.jsonl:2: not a JSON object with a text'), ('{"id": 1, "text": "a"}\n{"id": "1", "text": "b"}', "id '1' is that of line 1"),
+                             ('{"text": "..."}', 'a.jsonl:1: nothing to speak'), ('[1]', 'a.jsonl:1')):
+        (tmp_path / 'a.jsonl').write_text(content)
+        with pytest.raises(ValueError, match=message):
+            read_prompts(str(tmp_path / 'a.jsonl'))
+
+
+def test_what_is_written(place):
+    meta = M.read_json(path(place, 'whole', 'meta.json'))
+    index = [json.loads(line) for line in open(path(place, 'whole', 'index.jsonl'))]
+    tokens, voices = np.fromfile(path(place, 'whole', 'tokens.bin'), '<u2').reshape(-1, 8), load_file(path(place, 'whole', 'voices.safetensors'))
+    assert [g['group'] for g in index] == [f'p{n}/{k}' for n in range(12) for k in range(2)] and meta['groups'] == 24 and meta['rollouts'] == 3
+    at = 0
+    for g in index:
+        assert g['start'] == at and len(g['frames']) == len(g['truncated']) == 3 and -1 <= g['voice'] < len(voices) == 5
+        cap = frame_cap(g['text'], 22050 / 1024, multiple=1.2, low=5, high=60)
+        assert all(0 < n <= cap and (not cut or n == cap) for n, cut in zip(g['frames'], g['truncated']))
+        at += sum(g['frames'])
+    assert at == len(tokens) and tokens.max() < 2016
+    cut = [c for g in index for c in g['truncated']]
+    assert 0 < sum(cut) < len(cut)                                      # both kinds of ending, else the rest shows little
+    assert meta['policy_hash'].startswith('sha256:') and meta['text_repetition']['enabled'] and len(meta['voice_names']) == 5
+    assert len({tokens[g['start']:g['start'] + 5].tobytes() for g in index}) > 1
+
+
+@pytest.mark.parametrize('flags, ranks', [(['--slots=2'], 0), ([], 2)], ids=['two slots', 'two ranks'])
+def test_the_same_files_however_made(place, flags, ranks):
+    name = f'again{ranks}'
+    text = run(place, name, *flags, ranks=ranks)
+    same(place, name)
+    assert '24 groups of 3, 0 of them done' in text
+    assert 'finished' in run(place, name, *flags)                       # once more: nothing to do
+
+
+def test_kills(place):
+    """kill -9 at random moments, ranks changing in between, and once the marks that a kill in the middle of a write leaves."""
+    rng = np.random.default_rng(0)
+    index, tokens = path(place, 'killed', 'index-0.jsonl'), path(place, 'killed', 'tokens-0.bin')
+    for attempt in range(4):
+        p = subprocess.Popen(command(place, 'killed', '--slots=2'), cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                             env=os.environ | {'OMP_NUM_THREADS': '1'})
+        begun, size = time.time(), os.path.getsize(index) if os.path.exists(index) else 0
+        while p.poll() is None and time.time() - begun < 120 and not (os.path.exists(index) and os.path.getsize(index) > size):
+            time.sleep(0.005)
+        time.sleep(rng.uniform(0, 0.1))
+        p.send_signal(signal.SIGKILL)
+        p.wait()
+        if os.path.exists(path(place, 'killed', 'index.jsonl')):
+            break
+        if attempt == 1:
+            kept = open(index).read().count('\n')
+            open(index, 'a').write('{"group": "p9/')
+            open(tokens, 'ab').write(b'\x01' * 77)
+            assert f'{kept}/24 groups' in run(place, 'killed', '--status')
+    text = run(place, 'killed')
+    assert ', 0 of them done' not in text or 'finished' in text
+    same(place, 'killed')
+
+
+def test_refusals(place):
+    for flags, message in (
+            (['--temperature=0.5'], 'was begun with temperature 0.4, now 0.5: choose another run_name'), (['--prompts='], 'prompts is missing'),
+            (['--cap_max=4'], 'cap_max 4 is below cap_min 5'), (['--temperature=0'], 'are all the same'), (['--voices=nowhere'], 'voices: nowhere: no such file or folder'),
+            (['--ckpt=out/nothing'], 'no such folder')):
+        text = run(place, 'whole', *flags, code=2)
+        assert message in text and 'Traceback' not in text, text
+    text = run(place, 'bad', '--hold_out=nobody', code=2)
+    assert 'hold_out: no voice is called nobody' in text
+    assert 'nothing' not in run(place, 'none-yet', '--status') and 'no run there yet' in run(place, 'none-yet', '--status')
+
+
+def test_held_out_voices_and_config_file(place):
+    """config/dpo.py serves this script; a held-out speaker never speaks."""
+    r = subprocess.run([sys.executable, os.path.join(ROOT, 'dpo_sample.py'), 'config/dpo.py', *command(place, 'held')[2:], '--hold_out=x/1,x/3', '--null_share=0'],
+                       capture_output=True, text=True, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    assert r.returncode == 0, r.stderr
+    meta = M.read_json(path(place, 'held', 'meta.json'))
+    assert [n.split(':')[0] for n in meta['voice_names']] == ['x/0', 'x/2', 'x/4']
+    assert all(json.loads(line)['voice'] >= 0 for line in open(path(place, 'held', 'index.jsonl')))
