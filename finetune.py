@@ -57,7 +57,7 @@ resume = True                   # False: refuse to start where checkpoints lie
 # system
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 on cuda, float32 on cpu; masters are always float32
-compile = False                 # torch.compile; on a GPU worth its start-up after a few hundred steps
+compile = False                 # each layer through torch.compile, on a GPU only; worth its start-up after a few hundred steps
 seed = 1337
 # -----------------------------------------------------------------------------
 GROUPS = ('backbone', 'embed', 'audio', 'ref')
@@ -220,6 +220,10 @@ if __name__ == '__main__':
 
         corpus = open_corpus(data)
         others = {name: open_corpus(path) for name, path in val_corpora.items()}
+        of_file = lambda c: c.meta.get('settings', {}).get('codec_hash')        # '' = a codec by Hub name
+        for c in others.values():
+            if of_file(c) and of_file(corpus) and of_file(c) != of_file(corpus):
+                raise ValueError(f"{c.path} and {data} were built with two codecs that were both called {corpus.meta['codec']['id']}: build one of them anew")
     except BlockingIOError:
         fail(f'another run is writing to {out_dir}')
     except (ValueError, OSError) as e:
@@ -286,8 +290,11 @@ if __name__ == '__main__':
         if cfg.num_queries and not sizes['ref']:
             model.ref_compressor.eval()         # frozen: no dropout in the voice, as at inference
 
+    for layer in model.model.layers if compile and device == 'cuda' else ():
+        layer.compile(dynamic=True)                                     # they share one graph, for any number of tokens
     if ddp:
-        policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32) if compute != torch.float32 else MixedPrecisionPolicy()
+        # inputs stay as they are: positions and angles lose too much in 16 bit
+        policy = MixedPrecisionPolicy(*((compute, torch.float32) if compute != torch.float32 else ()), cast_forward_inputs=False)
         mesh = dist.init_device_mesh(device, (world,))
         for layer in model.model.layers:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
@@ -295,7 +302,6 @@ if __name__ == '__main__':
     model.to(device)
     # one process: autocast makes the 16-bit copies that FSDP makes by its policy
     cast = torch.autocast(device, compute) if compute != torch.float32 and not ddp else nullcontext()
-    net = torch.compile(model, dynamic=True) if compile else model
     multipliers = {'backbone': 1.0, 'audio': lr_audio, 'embed': lr_embed, 'ref': lr_ref}
     optimizer = torch.optim.AdamW(gepard.param_groups(model, learning_rate, multipliers, 0.0), betas=(0.9, 0.999), eps=1e-8, fused=True)
     if state:
@@ -386,7 +392,7 @@ if __name__ == '__main__':
                 own = part if len(part) else np.arange(1)               # an empty part still runs, so that no rank waits for another
                 batch = to_device(gepard.pack([item(c, chosen[n], repetition, np.random.default_rng([seed, n]), False) for n in own], cfg))
                 with cast:
-                    out = net(batch)
+                    out = model(batch)
                 f, target = len(out['codes']), gepard.stop_target(out)
                 code = F.cross_entropy(out['logits'].transpose(1, 2), out['codes'], reduction='none').sum(1)
                 stop = F.binary_cross_entropy_with_logits(out['stop_logits'], target, reduction='none', pos_weight=code.new_tensor(cfg.stop_pos_weight))
@@ -503,7 +509,7 @@ if __name__ == '__main__':
                 model.set_requires_gradient_sync(a == gradient_accumulation - 1)
             batch = to_device(batch)
             with cast:
-                out = net(batch)
+                out = model(batch)
             out.pop('q', None)                                          # no regularizers of the voice here
             r = gepard.losses(out, batch, cfg, count)
             (r['total'] * world).backward()                             # FSDP averages over ranks; ours are parts of one sum

@@ -116,6 +116,14 @@ def flat(x, name=''):
         yield name, f'{x:.4g}' if isinstance(x, float) else str(x)
 
 
+def scores_of(evaluation):
+    """(name, value) of each number; those that finetune.py measured before and after stand side by side."""
+    was = dict(flat(evaluation.get('before', {}))) if 'after' in evaluation else {}
+    for name, value in flat(evaluation['after'] if was else evaluation):
+        if not (was and name.endswith(' rows')):
+            yield name, f'{was[name]} -> {value}' if name in was else value
+
+
 def card(cfg, stages, tensors, published_dtype):
     """README.md: the front matter that the Hub reads, then what training_metadata.json and gepard_config.json say."""
     parents = [s.get('parent') for s in reversed(stages) if hub_name(s.get('parent'))]
@@ -134,7 +142,7 @@ def card(cfg, stages, tensors, published_dtype):
         hours = f"{corpus['frames'] * 1024 / cfg.codec['sample_rate'] / 3600:,.2f} h, {corpus.get('rows', 0):,} clips" if corpus.get('frames') else ''
         how = ([f"LoRA rank {a['rank']}, alpha {a['alpha']} on {', '.join(a['targets'])}"] if a else []) + [f'{k} {c[k]}' for k in SETTINGS if c.get(k)]
         rows.append(f"| {m.get('stage', '')} | {m.get('step', '')} | {hours} | {'; '.join(how)} |")
-        scores += [f"| {m.get('stage', '')} | {name} | {value} |" for name, value in flat(m.get('evaluation', {}))]
+        scores += [f"| {m.get('stage', '')} | {name} | {value} |" for name, value in scores_of(m.get('evaluation', {}))]
     codec, voice = cfg.codec['codec_id'], ' --ref=voice.wav' if cfg.num_queries else ''
     r = cfg.text_repetition
     parts = [f'---\n{data.to_yaml()}\n---\n\n# {repo.split("/")[1]}\n', f'''A text-to-speech model of the GEPARD kind: a Qwen3.5 decoder of {cfg.num_hidden_layers} full-attention layers, {sum(t.numel() for t in tensors) / 1e6:.1f}M

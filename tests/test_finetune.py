@@ -303,7 +303,8 @@ def test_base_to_speech(ten, place, hub, tmp_path, capsys):
         return p.stdout
     assert 'published' in process('upload.py', f'--ckpt={merged}', '--repo=you/voice')
     card = hub.repos['you/voice']['files']['README.md'].decode()
-    assert '| finetune | after val 1-2 words code |' in card and 'LoRA rank 16' in card and str(place) not in card
+    before, after = (meta['evaluation'][w]['val']['1-2 words']['code'] for w in ('before', 'after'))
+    assert f'| finetune | val 1-2 words code | {before:.4g} -> {after:.4g} |' in card and ' rows |' not in card and 'LoRA rank 16' in card and str(place) not in card
     process('-c', f'from huggingface_hub import snapshot_download as s; s("you/voice", local_dir={got!r})')
     process('sample.py', f'--ckpt={got}', '--text=four two', '--max_seconds=1', f'--out={tmp_path}/hello.wav', '--device=cpu')
     wav, rate = soundfile.read(f'{tmp_path}/hello.wav')
@@ -336,6 +337,7 @@ def test_base_to_speech(ten, place, hub, tmp_path, capsys):
     (['--data={place}/special'], 'was built with special_tokens'),
     (['--val_corpora={{"old": "{place}/levels"}}'], "{place}/levels was built with codec levels"),
     (['--val_corpora={{"val": "{place}/other"}}'], "'val' is the name of data's own"),
+    (['--data={place}/first', '--val_corpora={{"old": "{place}/second"}}'], 'two codecs that were both called assets/tiny/codec.nemo'),
     (['--gradient_accumulation=50'], 'an epoch of {place}/corpus has 40 rows'),
     (['--ckpt={place}/small'], 'has rows of up to 236 tokens, the model ends at max_position_embeddings 100'),
     (['--learnin_rate=1'], 'learning_rate'),
@@ -348,6 +350,8 @@ def test_refusals_are_one_line(place, ten, tmp_path, capsys, flags, words):
         write_corpus(place / 'special', n=9, special_tokens={'start_of_speech': 256, 'end_of_speech': 257, 'start_of_text': 258, 'end_of_text': 259, 'tts_pad': 261})
         write_corpus(place / 'levels', n=9, codec=codec | {'levels': [8, 7, 6, 7]})
         write_corpus(place / 'codec', n=9, codec=codec | {'id': 'other.nemo'})
+        write_corpus(place / 'first', n=9, settings={'codec_hash': 'a'})
+        write_corpus(place / 'second', n=9, settings={'codec_hash': 'b'})
         save(str(place / 'small'), max_position_embeddings=100)
         shutil.copytree(ten[0], place / 'adapters')
     out = str(tmp_path / 'run')
