@@ -90,7 +90,7 @@ print(f'{len(names):,} names of {len(length)} clips of 3 to 15 s, {total / 3600:
 
 build(f'{out}/codec.nemo')
 nano = NanoCodec(f'{out}/codec.nemo', device)
-weights = [sum(p.numel() for p in part.parameters()) / 1e6 for part in (nano.model.audio_encoder, nano.model.audio_decoder)]
+weights = [sum(p.numel() for p in part.state_dict().values()) / 1e6 for part in (nano.model.audio_encoder, nano.model.audio_decoder)]
 print(f'codec: {weights[0]:.1f} + {weights[1]:.1f} million weights, hop {nano.hop}, on {torch.cuda.get_device_name() if device.startswith("cuda") else device}, torch {torch.__version__}, {os.cpu_count()} cores')
 
 # ---- how busy the GPU is: nvidia-smi's share of the last moments in which a kernel ran, a few times a second
