@@ -1,0 +1,156 @@
+"""
+dpo_train.py as a user runs it, on pairs from the rollouts of a small random checkpoint: step 0, exact resume, ranks, refusals, the merged result.
+
+    pytest tests/test_dpo_train.py
+"""
+import json, math, os, shutil, signal, subprocess, sys, time
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import lora
+import model as M
+from test_dpo_sample import path, place, run as sample      # place is a fixture
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FLAGS = ['--batch_size=2', '--gradient_accumulation=4', '--epochs=4', '--warmup_steps=1', '--learning_rate=3e-3', '--stop_lr=3e-3', '--log_interval=1', '--eval_interval=4',
+         '--save_interval=2', '--keep_checkpoints=0', '--hold_out=0.3', '--device=cpu']
+
+
+def pretend_heard(folder, **changed):
+    """facts.jsonl as if Whisper had understood the first rollout of each group and nothing of the others."""
+    index = [json.loads(line) for line in open(os.path.join(folder, 'rollouts', 'index.jsonl'))]
+    with open(os.path.join(folder, 'facts.jsonl'), 'w') as f:
+        for g in index:
+            f.write(json.dumps({'group': g['group'], 'rollouts': [
+                {'transcript': g['text'] if k == 0 else 'mumble', 'level': -20.0, 'heard': True, 'similarity': None} for k in range(len(g['frames']))]}) + '\n')
+
+
+def script(name, place, round_name, *flags, ranks=0, code=0, popen=False):
+    launch = [sys.executable] if not ranks else [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
+    command = [*launch, os.path.join(ROOT, name), f'--out_dir={place}/out', f'--run_name={round_name}', *flags]
+    env = os.environ | {'OMP_NUM_THREADS': '1'}
+    if popen:
+        return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    r = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    assert r.returncode == code, r.stdout[-3000:] + r.stderr[-3000:]
+    return r.stdout + r.stderr
+
+
+@pytest.fixture(scope='module')
+def trained(place):
+    """A round with pairs, trained in one go -> place, what was printed."""
+    pretend_heard(f'{place}/out/whole')
+    text = script('dpo_score.py', place, 'whole', '--not_truncated=false', '--duration_in_bounds=false', '--w_over=0', '--w_short=0', '--max_pairs=1', '--device=cpu')
+    assert '24 pairs from 24 of 24 groups' in text, text
+    for name in ('ranks', 'killed-training', 'other'):
+        shutil.copytree(f'{place}/out/whole', f'{place}/out/{name}')
+    return place, script('dpo_train.py', place, 'whole', *FLAGS)
+
+
+def log(place, name):
+    return {r['step']: r for r in map(json.loads, open(f'{place}/out/{name}/train/metrics.jsonl')) if 'loss' in r}
+
+
+def adapters(place, name, step):
+    return load_file(f'{place}/out/{name}/train/checkpoint-{step}/adapter.safetensors')
+
+
+def test_stored_log_probs_by_brute_force(trained):
+    """The reference in pairs.json: one forward a frame, of the published policy, without packing."""
+    place, _ = trained
+    content = M.read_json(f'{place}/out/whole/pairs.json')
+    model, base = M.load_checkpoint(f'{place}/policy/checkpoint-3')
+    assert content['policy_hash'] == lora.tensors_hash(base) and content['p_floor'] == 1e-4
+    tokens, voices = np.fromfile(path(place, 'whole', 'tokens.bin'), '<u2').reshape(-1, 8), load_file(path(place, 'whole', 'voices.safetensors'))
+    for pair in content['pairs'][:3]:
+        for s in (pair['chosen'], pair['rejected']):
+            n = int(s['frames'])
+            codes, code_sum, stop_sum = tokens[s['start']:s['start'] + n], 0.0, 0.0
+            prefix = model.voices([None if pair['voice'] < 0 else voices[str(pair['voice'])].numpy()])[0]
+            for j in range(1, n + 1):
+                with torch.no_grad():
+                    out = model(M.pack([{'text': pair['tokens'], 'prefix': prefix, 'codes': codes[:j]}], model.cfg))
+                code_sum += float(out['logits'][-1].log_softmax(-1).gather(-1, out['codes'][-1:].T).sum())
+                p = float(torch.sigmoid(out['stop_logits'][-1]).clamp(1e-4, 1 - 1e-4))
+                stop_sum += math.log(1 - p) if j < n else 0.0 if s['truncated'] else math.log(p)
+            assert s['ref_tokens'] == pytest.approx(code_sum, rel=1e-5) and s['ref_stop'] == pytest.approx(stop_sum, rel=1e-4, abs=1e-4)
+
+
+def test_training(trained):
+    """ln 2 and no margin at step 0, then the chosen side wins; what is written is an ordinary checkpoint that speaks the next round."""
+    place, text = trained
+    assert f'loss 0.6931 (ln 2 = {math.log(2):.4f}), margin +0.0000' in text or 'margin -0.0000' in text, text
+    r = log(place, 'whole')
+    last = max(r)
+    assert r[1]['loss'] == pytest.approx(math.log(2), abs=0.02) and r[last]['loss'] < 0.6 and r[last]['accuracy'] > 0.8 and r[last]['margin'] > 0.2
+    held = [x for x in map(json.loads, open(f'{place}/out/whole/train/metrics.jsonl')) if 'held_loss' in x]
+    assert held[0]['step'] == 0 and held[0]['held_loss'] == pytest.approx(math.log(2), abs=1e-4) and held[0]['held_drift'] == pytest.approx(0, abs=1e-5) and abs(held[-1]['held_drift']) > 1e-4
+    for word in ('held out (30% of the prompts)', 'steps an epoch', 'lr 3.0e-03', 'stop head', 'ETA', 'merged: the merged checkpoint'):
+        assert word in text, word
+    base, merged = load_file(f'{place}/policy/checkpoint-3/model.safetensors'), load_file(f'{place}/out/whole/merged/model.safetensors')
+    changed = {k for k in base if not torch.equal(base[k], merged[k])}
+    assert base.keys() == merged.keys() and changed == {f'model.layers.{i}.self_attn.{n}.weight' for i in range(2) for n in ('q_proj', 'v_proj')} | {'stop_head.weight', 'stop_head.bias'}
+    meta = M.read_json(f'{place}/out/whole/merged/training_metadata.json')
+    assert meta['stage'] == 'dpo' and meta['step'] == last and meta['history'] == [{'stage': 'pretrain'}]
+    model, _ = M.load_checkpoint(f'{place}/policy/checkpoint-3')
+    lora.load_adapter(model, f'{place}/out/whole/train/checkpoint-{last}', f'{place}/policy/checkpoint-3')
+    lora.fold(model)
+    assert torch.equal(model.model.layers[0].self_attn.q_proj.base.weight, merged['model.layers.0.self_attn.q_proj.weight'])
+    assert os.path.getsize(f'{place}/out/whole/train/curves.png') > 1000
+    sample(place, 'second', f'--ckpt={place}/out/whole/merged')             # the later flag wins: one flag starts the next round
+    assert M.read_json(path(place, 'second', 'meta.json'))['policy_hash'] == lora.tensors_hash(f'{place}/out/whole/merged')
+    assert 'this round is finished' in script('dpo_train.py', place, 'whole', *FLAGS, code=2)
+
+
+def test_two_ranks(trained):
+    """Two ranks with half the micro-batches each: the same adapters but for rounding."""
+    place, _ = trained
+    script('dpo_train.py', place, 'ranks', *FLAGS, '--gradient_accumulation=2', ranks=2)
+    last = max(log(place, 'whole'))
+    a, b = adapters(place, 'whole', last), adapters(place, 'ranks', last)
+    assert all((a[k] - b[k]).abs().max() <= 1e-3 * a[k].abs().max() + 1e-6 for k in a)
+    assert log(place, 'ranks')[last]['loss'] == pytest.approx(log(place, 'whole')[last]['loss'], rel=1e-3)
+
+
+def test_kills(trained):
+    """kill -9 once there is a checkpoint, again, and on to the end: the same bits and the same log."""
+    place, _ = trained
+    folder, rng = f'{place}/out/killed-training/train', np.random.default_rng(1)
+    for n in range(2):
+        p, begun = script('dpo_train.py', place, 'killed-training', *FLAGS, popen=True), time.time()
+        while p.poll() is None and time.time() - begun < 120 and len(M.checkpoints(folder, file='adapter.safetensors')) <= n:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.2))
+        p.send_signal(signal.SIGKILL)
+        p.wait()
+    open(f'{folder}/metrics.jsonl', 'a').write('{"step": 9')
+    if not os.path.exists(f'{place}/out/killed-training/merged'):
+        assert 'resumed' in script('dpo_train.py', place, 'killed-training', *FLAGS)
+    last = max(log(place, 'whole'))
+    a, b = adapters(place, 'whole', last), adapters(place, 'killed-training', last)
+    assert all(torch.equal(a[k], b[k]) for k in a) and log(place, 'killed-training') == log(place, 'whole')
+    assert open(f'{place}/out/killed-training/merged/model.safetensors', 'rb').read() == open(f'{place}/out/whole/merged/model.safetensors', 'rb').read()
+
+
+def test_refusals(trained):
+    place, _ = trained
+    file = f'{place}/out/other/pairs.json'
+    content = M.read_json(file)
+
+    def refused(message, *flags, **changed):
+        json.dump(content | changed, open(file, 'w'))
+        text = script('dpo_train.py', place, 'other', *FLAGS, *flags, code=2)
+        assert message in text and 'Traceback' not in text, text
+    refused('is not the policy that made the pairs', f'--ckpt={place}/out/whole/merged')
+    refused('was made with text_repetition', text_repetition=content['text_repetition'] | {'enabled': False})
+    shifted = [p | {'chosen': p['chosen'] | {'ref_tokens': p['chosen']['ref_tokens'] + 1}} for p in content['pairs']]
+    refused('at step 0 the policy differs from the reference', pairs=shifted)
+    refused('has no pairs', pairs=[])
+    refused('all 24 pairs are held out', '--hold_out=0.99999')
+    for flags, message in ((['--beta=0'], 'beta must be above 0'), (['--pair_weights=x'], "'linear', 'clip' or 'none'"), (['--learning_rate=0', '--stop_lr=0'], 'nothing would be trained')):
+        refused(message, *flags)
+    assert 'unknown key' in script('dpo_train.py', place, 'other', '--betta=1', code=2)
+    assert 'pairs.json does not exist' in script('dpo_train.py', place, 'nothing', 'config/dpo.py', f'--out_dir={place}/out', code=2)
