@@ -121,18 +121,19 @@ def on_device(batch):
 
 def make_step(mode, model, optimizer, dtype):
     """step(batch) -> losses, in the given mode ('padded', 'packed', 'compiled')."""
-    if mode == 'compiled':
-        for part in (*model.model.layers, model.ref_compressor):
-            part.compile(dynamic=True)
     names = [p for p in model.parameters()]
+
+    def forward(batch):
+        if mode == 'padded':
+            return model(batch)
+        f, b = len(batch['codes']), len(batch['last_at'])
+        return M.losses(model(batch), batch, model.cfg, {'frames': f, 'stops': f + b, 'rows': b}, 0.3, 0.3)
+    if mode == 'compiled':
+        forward = torch.compile(forward, dynamic=True)
 
     def step(batch):
         with torch.autocast(device, torch.bfloat16) if dtype == 'bfloat16' else nullcontext():
-            if mode == 'padded':
-                r = model(batch)
-            else:
-                f, b = len(batch['codes']), len(batch['last_at'])
-                r = M.losses(model(batch), batch, model.cfg, {'frames': f, 'stops': f + b, 'rows': b}, 0.3, 0.3)
+            r = forward(batch)
         r['total'].backward()
         if mode == 'padded':
             nn.utils.clip_grad_norm_(model.parameters(), 3.0)

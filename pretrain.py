@@ -76,7 +76,7 @@ device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 on cuda, float32 on cpu; masters are always float32
 parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit
 recompute = False               # layers run twice instead of keeping their insides: less memory, a third more time
-compile = True                  # each layer through torch.compile, on a GPU only
+compile = True                  # torch.compile, on a GPU only; a minute or two at the start
 peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
 num_workers = 2                 # processes that pack batches ahead; 0 = in this process
 seed = 1337
@@ -129,7 +129,7 @@ def validate():
 
 validate()
 
-import fcntl, heapq, shutil, subprocess
+import fcntl, heapq, shutil, subprocess, warnings
 from contextlib import nullcontext
 
 import numpy as np
@@ -161,6 +161,7 @@ if cuda:
     torch.set_float32_matmul_precision('high')
 if ddp:
     dist.init_process_group('nccl' if cuda else 'gloo')
+warnings.filterwarnings('ignore', message='torch.distributed is disabled')     # a checkpoint of one process: so it is meant
 say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
 
@@ -381,10 +382,10 @@ if not sharded:
     model.cfg = cfg
 model.train()
 model.model.recompute = recompute
-if compile and cuda:                        # by layer: 14 layers share one compiled graph, any number of tokens
-    for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
-        part.compile(dynamic=True)
 if sharded:
+    if compile and cuda:                    # by layer, so that shards can be gathered between them; 14 layers share one graph
+        for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
+            part.compile(dynamic=True)
     # inputs stay as they are (positions and angles lose too much in 16 bit); weights stay whole from forward to backward
     policy = MixedPrecisionPolicy(*((compute, torch.float32) if compute != torch.float32 else ()), cast_forward_inputs=False)
     mesh = dist.init_device_mesh(device, (world,))
@@ -667,10 +668,29 @@ def on_signal(number, frame):
 
 for number in (signal.SIGTERM, signal.SIGINT):
     signal.signal(number, on_signal)
-TALLY = ('code', 'stop', 'diversity', 'supcon', 'hits', 'false', 'stops', 'nulls_forced', 'nulls_random', 'supcon_positive', 'supcon_negative', 'bad_rows')
+TALLY = ('code', 'stop', 'diversity', 'supcon', 'hits', 'false', 'stops', 'nulls_forced', 'nulls_random', 'supcon_positive', 'supcon_negative')
 tally = torch.zeros(len(TALLY) + len(cfg.levels), device=device)        # sums since the last log line, this rank's
 norms = torch.zeros(len(PARTS), device=device)
-batches, bad_steps, pending = None, 0, []
+
+
+def micro_step(batch, n, w):
+    """One micro-batch -> what to differentiate, what to log ([TALLY, loss of each channel], parts of the step's means).
+    n: frames and rows of the whole step, w: weights of the regularizers; tensors, so that nothing compiles again."""
+    with cast:
+        out = net(batch)
+        r = gepard.losses(out, batch, cfg, {'frames': n[0], 'stops': n[0] + n[1], 'rows': n[1]}, w[0], w[1], supcon_share=1 / gradient_accumulation)
+    with torch.no_grad():
+        zero, f, share = n[0] * 0, len(out['codes']), 1 / world / gradient_accumulation
+        forced, dropped = (batch[k].sum() for k in ('null', 'drop')) if num_queries else (zero, zero)
+        stats = r.get('supcon_stats', {'positive': zero, 'negative': zero})
+        seen = (r['code'], r['stop'], r.get('diversity', zero), r.get('supcon', zero) / world, (out['stop_logits'][f:] > 0).sum(), (out['stop_logits'][:f] > 0).sum(),
+                zero + len(batch['last_at']), forced, dropped - forced, stats['positive'] * share, stats['negative'] * share)
+        seen = torch.cat([torch.stack([x.float() for x in seen]), r['level'].float()])
+    return r['total'] * world, seen                                     # DDP and FSDP average over ranks; ours are parts of one sum
+
+if compile and cuda and not sharded:        # forward, losses and telemetry in one graph, for any number of tokens
+    micro_step = torch.compile(micro_step, dynamic=True)
+batches, bad_steps, bad_rows, pending = None, 0, 0, []
 clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
 start_time, start_step = time.time(), step
 if eval_interval and step == 0 and len(val_rows):
@@ -697,8 +717,8 @@ while step < total_steps:
     # means are over all rows of the step, on all ranks: one gradient for 1x4, 2x2 and 4x1
     n = torch.tensor([sum(len(b['codes']) for b in parts), sum(len(b['last_at']) for b in parts)], dtype=torch.float32, pin_memory=cuda)
     n = all_sum(n.to(device, non_blocking=True))
-    count = {'frames': n[0], 'stops': n[0] + n[1], 'rows': n[1]}
-    weights = [gepard.ramp(step, diversity_weight, reg_start, diversity_ramp), gepard.ramp(step, supcon_weight, reg_start, supcon_ramp)]
+    w = torch.tensor([gepard.ramp(step, diversity_weight, reg_start, diversity_ramp), gepard.ramp(step, supcon_weight, reg_start, supcon_ramp)],
+                     pin_memory=cuda).to(device, non_blocking=True)
     for g in optimizer.param_groups:
         g['lr'] = g['base_lr'] * lr_factor(step)
     torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank)       # dropout: the same after a resume
@@ -708,20 +728,12 @@ while step < total_steps:
             if sharded:
                 model.set_requires_gradient_sync(last)
                 model.set_reshard_after_backward(last)
-            batch = to_device(batch)
-            with cast, nullcontext() if last or net is model else net.no_sync():
-                out = net(batch)
-                r = gepard.losses(out, batch, cfg, count, *weights, supcon_share=1 / gradient_accumulation)
-                (r['total'] * world).backward()                         # DDP and FSDP average over ranks; ours are parts of one sum
-            with torch.no_grad():
-                zero, f = n[0] * 0, len(out['codes'])
-                forced = batch['null'].sum() if num_queries else zero
-                sup, stats = r.get('supcon', zero), r.get('supcon_stats', {})
-                tally += torch.cat([torch.stack([torch.as_tensor(x, device=device).float() for x in (
-                    r['code'], r['stop'], r.get('diversity', zero), sup / world, (out['stop_logits'][f:] > 0).sum(), (out['stop_logits'][:f] > 0).sum(), len(batch['last_at']),
-                    forced, batch['drop'].sum() - forced if num_queries else zero, *(stats.get(k, zero) / world / gradient_accumulation for k in ('positive', 'negative')),
-                    batch['bad_rows'])]), r['level'].float()])
-            del out, r
+            bad_rows += batch.pop('bad_rows')
+            with nullcontext() if last or net is model else net.no_sync():
+                loss, seen = micro_step(to_device(batch), n, w)
+                loss.backward()
+            tally += seen
+            del loss, seen
     except torch.OutOfMemoryError:
         fail(f'out of memory in a step of {sum(len(b["position"]) for b in parts):,} tokens in {gradient_accumulation} micro-batches: lower batch_size (with P, K, M) '
              'and raise gradient_accumulation, or --recompute=true, or --parallel=fsdp on several GPUs', everywhere=True)
@@ -747,10 +759,10 @@ while step < total_steps:
         hits, false, stops, forced, random = (v.pop(k) for k in ('hits', 'false', 'stops', 'nulls_forced', 'nulls_random'))
         v |= {'train_stop_recall': hits / stops, 'train_stop_precision': hits / max(hits + false, 1), 'null_forced': forced / stops, 'null_random': random / max(stops - forced, 1),
               'level': sums[len(TALLY):], 'grad_norm': float(norm), **{'grad_norm_' + k: x / steps_done for k, x in zip(PARTS, norms.tolist())},
-              'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'step_ms': 1000 * seconds / steps_done, 'tokens_per_s': tokens * world / seconds,
+              'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'bad_rows': bad_rows, 'step_ms': 1000 * seconds / steps_done, 'tokens_per_s': tokens * world / seconds,
               'audio_s_per_s': audio_frames * world / frame_rate / seconds, 'mfu': flops / seconds / 1e12 / peak_tflops, 'loader_wait': waited / seconds,
               'memory_gib': torch.cuda.max_memory_allocated() / 2 ** 30 if cuda else 0.0,
-              'compilations': torch._dynamo.utils.counters['stats']['unique_graphs'] if compile and cuda else 0}
+              'compilations': torch._dynamo.utils.counters['stats']['unique_graphs'] if cuda else 0}
         record(v)
         say(f"step {step}/{total_steps} epoch {epoch} code {v['code']:.3f} stop {v['stop']:.3f} div {v['diversity']:.3f} sup {v['supcon']:.3f} "
             f"norm {v['grad_norm']:.2f} lr {v['lr']:.1e} | {v['step_ms']:.0f} ms, {v['audio_s_per_s']:.0f} s audio/s, {v['tokens_per_s']:.0f} tokens/s, "

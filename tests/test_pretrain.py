@@ -19,25 +19,27 @@ TINY = ['--init_from=scratch', '--hidden_size=32', '--intermediate_size=64', '--
         '--num_workers=0', '--device=cpu', '--epochs=40']
 
 
-def write_corpus(path, speakers=5, clips=6, nulls=5, seed=0):
-    """A corpus of random rows in prepare.py's format."""
+def write_corpus(path, speakers=5, clips=6, nulls=5, seed=0, most_frames=90, most_text=12, released=False):
+    """A corpus of random rows in prepare.py's format; released: with the ids of the released tokenizer, for runs at full size."""
     rng = np.random.default_rng(seed)
     rows, codes, text = [], [], []
     frames = tokens = 0
     for i in range(speakers * clips + nulls):
-        n, t = int(rng.integers(1, 90)), int(rng.integers(1, 12))
+        n, t = int(rng.integers(1, most_frames)), int(rng.integers(1, most_text))
         rows.append((tokens, t, frames, n, i + 1, i // clips if i < speakers * clips else -1, 0, 1 if i % clips == 5 else 0))
         codes.append(rng.integers(0, 2016, (n, 8)))
         text.append(rng.integers(0, 256, t))
         frames, tokens = frames + n, tokens + t
+    special = {'start_of_speech': 256, 'end_of_speech': 257, 'start_of_text': 258, 'end_of_text': 259, 'tts_pad': 260}
+    special, length = ({k: v + 247814 for k, v in special.items()}, 248077) if released else (special, 446)
     os.makedirs(path)
     np.concatenate(codes).astype('<u2').tofile(os.path.join(path, 'codes.bin'))
     np.concatenate(text).astype('<u4').tofile(os.path.join(path, 'text.bin'))
     np.array(rows, prepare.ROW).tofile(os.path.join(path, 'index.bin'))
     meta = {'magic': prepare.MAGIC, 'version': prepare.VERSION, 'rows': len(rows), 'frames': frames, 'tokens': tokens,
             'codec': {'id': 'none', 'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8},
-            'tokenizer': {'id': TOKENIZER, 'hash': prepare.sha256_of(os.path.join(TOKENIZER, 'tokenizer.json')), 'length': 446}, 'sources': [], 'settings': {'min_clips_per_speaker': 3},
-            'special_tokens': {'start_of_speech': 256, 'end_of_speech': 257, 'start_of_text': 258, 'end_of_text': 259, 'tts_pad': 260},
+            'tokenizer': {'id': TOKENIZER, 'hash': prepare.sha256_of(os.path.join(TOKENIZER, 'tokenizer.json')), 'length': length}, 'sources': [], 'settings': {'min_clips_per_speaker': 3},
+            'special_tokens': special,
             'speakers': [f'x/{s}' for s in range(speakers)]}
     with open(os.path.join(path, 'meta.json'), 'w') as f:
         json.dump(meta, f)
