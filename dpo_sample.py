@@ -273,7 +273,7 @@ if __name__ == '__main__':
     try:
         if rank == 0 and not os.path.exists(inside('meta.json')):
             names, codes = read_voices()
-            save_file({k: v.astype(np.int16) for k, v in codes.items()}, inside('voices.safetensors.tmp'))
+            save_file({k: np.ascontiguousarray(v, np.int16) for k, v in codes.items()}, inside('voices.safetensors.tmp'))      # a transposed array would be saved in the wrong order
             os.replace(inside('voices.safetensors.tmp'), inside('voices.safetensors'))
             groups = sum(len(assign(p['id'], range(len(names)), speakers_per_text, null_share, seed)) for p in asked)
             replace(inside('meta.json'), {

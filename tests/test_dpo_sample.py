@@ -167,3 +167,22 @@ def test_held_out_voices_and_config_file(place):
     meta = M.read_json(path(place, 'held', 'meta.json'))
     assert [n.split(':')[0] for n in meta['voice_names']] == ['x/0', 'x/2', 'x/4']
     assert all(json.loads(line)['voice'] >= 0 for line in open(path(place, 'held', 'index.jsonl')))
+
+
+def test_voices_from_wav_files(place, tmp_path):
+    """A folder speaker/clip.wav and single files: the codes kept are the codec's, of the first max_ref_seconds."""
+    import soundfile
+    from codec import NanoCodec
+    nano, rng = NanoCodec(os.path.join(ROOT, 'assets', 'tiny', 'codec.nemo')), np.random.default_rng(0)
+    os.makedirs(tmp_path / 'studio' / 'ann')
+    wavs = {'ann/a': tmp_path / 'studio' / 'ann' / 'a.wav', 'ann/b': tmp_path / 'studio' / 'ann' / 'b.wav', 'bob': tmp_path / 'studio' / 'bob.wav', 'eve': tmp_path / 'eve.wav'}
+    for file in wavs.values():
+        soundfile.write(file, 0.1 * rng.standard_normal(22050 * 2), 22050)
+    text = run(place, 'wavs', f'--voices={tmp_path}/studio,{tmp_path}/eve.wav', '--hold_out=ann/b', '--max_ref_seconds=1.5')
+    assert '3 voices, 1 held out' in text
+    assert M.read_json(path(place, 'wavs', 'meta.json'))['voice_names'] == ['ann/a', 'bob', 'eve']
+    got = load_file(path(place, 'wavs', 'voices.safetensors'))
+    for n, name in enumerate(('ann/a', 'bob', 'eve')):
+        want = nano.encode([soundfile.read(wavs[name], dtype='float32')[0][:int(1.5 * 22050)]])[0]
+        assert np.array_equal(got[str(n)], want)
+    assert 'two clips are called eve' in run(place, 'twice', f'--voices={tmp_path}/eve.wav,{tmp_path}/eve.wav', code=2)

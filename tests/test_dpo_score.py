@@ -1,11 +1,23 @@
 """
-The arithmetic of scoring. The reference's numbers are in test_golden.py.
+dpo_score.py: the arithmetic (the reference's numbers are in test_golden.py), and the script on real speech through the offline
+codec, heard by the real Whisper.
 
     pytest tests/test_dpo_score.py
 """
-import pytest
+import gc, json, os, runpy, signal, subprocess, sys, time
 
-from dpo_score import make_pairs, normalise, reward
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import lora
+import model as M
+from dpo_score import KINDS, Listener, kind_of, make_pairs, normalise, rates, reward, stress_report, table
+from test_sample import SPECIAL, TOKENIZER
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, 'assets', 'tiny'))
+FLAGS = ['--asr=.cache/whisper-base.pt', '--asr_window=8', '--language=en', '--block_groups=1', '--device=cpu', '--energy_floor=-45']
 
 
 def test_normalise():
@@ -51,3 +63,220 @@ def test_every_group_has_one_reason():
     _, counts = make_pairs([s | {'group_id': name} for name, g in groups.items() for s in g])
     assert counts == {'groups': 4, 'paired': 0, 'pairs': 0, 'blank_text': 1, 'no_chosen': 1, 'no_rejected': 1, 'no_margin': 1}
     assert make_pairs([]) == ([], {k: 0 for k in counts})
+
+
+def test_stopping_at_once_does_not_pay():
+    """Both ends of the length term: a policy that stops at frame 1 scores below an honest attempt of which every word is wrong, and so
+    does one that goes on for four times the expected time."""
+    honest = reward('one two three', 'a b c', 1.9)['reward']
+    assert reward('one two three', '', 1024 / 22050)['reward'] < reward('one two three', 'a', 1024 / 22050)['reward'] < honest == -1
+    assert reward('one two three', 'a b c', 4 * 1.9)['reward'] < honest
+
+
+# ---- the stress report
+
+def score(kind='clean', **kw):
+    s = dict(truncated=False, empty=False, wer=0.0, seconds=1.5, dur_min=0.45, dur_max=3.0, expected=1.5, tokens=3, voice='a', lang='en')
+    return s | {'clean': {}, 'timeout': dict(truncated=True, empty=True, seconds=9.0), 'empty': dict(empty=True, wer=1.0), 'runaway': dict(seconds=3.1, wer=1.0),
+                'wrong': dict(wer=0.5)}[kind] | kw
+
+
+def test_kinds():
+    assert [kind_of(score(k)) for k in KINDS] == list(KINDS)
+    assert kind_of(score(seconds=0.4)) == 'wrong' and kind_of(score(wer=0.2)) == 'clean' and kind_of(score(wer=0.2), max_wer=0.1) == 'wrong'
+
+
+def test_report():
+    scores = [score(k, tokens=t, voice=v) for k, t, v in (('clean', 3, 'a'), ('wrong', 6, 'a'), ('timeout', 7, 'a'), ('clean', 12, 'b'), ('empty', 13, 'null'), ('runaway', 40, 'b'))]
+    scores = [s | {'kind': kind_of(s)} for s in scores]
+    r = stress_report(scores)
+    assert r['all']['all'] == rates(scores) and r['all']['all']['n'] == 6 and r['all']['all']['clean'] == pytest.approx(1 / 3)
+    assert list(r['text tokens']) == ['1-6', '7-12', '13+'] and [x['n'] for x in r['text tokens'].values()] == [2, 2, 2]
+    assert r['text tokens']['1-6']['wrong'] == r['text tokens']['7-12']['timeout'] == r['text tokens']['13+']['empty'] == 0.5
+    assert list(r['voice']) == ['a', 'b', 'null'] and r['language']['en']['n'] == 6
+    assert r['all']['all']['wer'] == pytest.approx(0.25) and r['all']['all']['length'] == pytest.approx(1.0)       # medians
+    assert all(sum(x[k] for k in KINDS) == pytest.approx(1) for rows in r.values() for x in rows.values())
+    lines = table(r, {'all': {'all': rates(scores[:1])}})
+    assert len(lines) == 1 + 1 + 3 + 3 + 1 and '100.0% > 33.3%' in lines[1] and '>' not in lines[2]
+
+
+# ---- the script
+
+@pytest.fixture(scope='module')
+def whisper_file():
+    import measure
+    pytest.importorskip('hibari', reason='hibari-tts is not installed: requirements-weights.txt')
+    try:
+        measure.load_whisper()                              # makes .cache/whisper-base.pt
+    except ImportError as e:
+        pytest.skip(str(e))
+
+
+@pytest.fixture(scope='module')
+def place(tmp_path_factory, whisper_file):
+    """A random policy, and rollouts as if it had spoken: real speech through the codec, right and wrong, silence, a cut one."""
+    import make_speech
+    import soxr
+    from hibari import Hibari
+    from codec import NanoCodec
+    place, tts, rng = tmp_path_factory.mktemp('score'), Hibari(), np.random.default_rng(0)
+    os.chdir(ROOT)
+    nano = NanoCodec('assets/tiny/codec.nemo')
+    encode = lambda wav: nano.encode([soxr.resample(wav, 24000, 22050)])[0]
+    said = {t: encode(make_speech.speak(tts, t, 'amber', rng)) for t in ('four two seven', 'the red house', 'hello elephant')}
+    silence = nano.encode([np.zeros(22050, np.float32)])[0]
+    cfg = M.Config(vocab_size=448, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                   rope_theta=1e4, max_position_embeddings=512, audio_embed_dim=4, prefix_heads=2, special_tokens=SPECIAL)
+    cfg.codec = cfg.codec | {'codec_id': 'assets/tiny/codec.nemo'}
+    model = M.Gepard(cfg)
+    model.init_weights(0)
+    M.save_checkpoint(str(place / 'policy'), model.state_dict(), cfg, TOKENIZER, {})
+    folder = place / 'out' / 'round1' / 'rollouts'
+    os.makedirs(folder)
+    right, other, third = said.values()
+    groups = [('four two seven', 0, [right, other, silence, right], [0, 0, 0, 1]), ('the red house', -1, [other, other], [0, 0]), ('hello elephant', 0, [right, other], [0, 0]),
+              ('...', 0, [right, other], [0, 0]), ('Hello, elephant!', 0, [third, right[:1]], [0, 0])]
+    at = 0
+    with open(folder / 'index.jsonl', 'w') as index, open(folder / 'tokens.bin', 'wb') as tokens:
+        for n, (text, voice, codes, cut) in enumerate(groups):
+            index.write(json.dumps({'group': f'{n}/0', 'prompt': str(n), 'text': text, 'lang': 'en', 'category': '', 'tokens': 3, 'voice': voice, 'frames': list(map(len, codes)),
+                                    'truncated': list(map(bool, cut)), 'start': at}) + '\n')
+            at += sum(map(len, codes))
+            tokens.write(np.concatenate(codes).astype('<u2').tobytes())
+    save_file({'0': np.ascontiguousarray(right, np.int16)}, folder / 'voices.safetensors')
+    M.write_json(folder / 'meta.json', {
+        'policy': str(place / 'policy'), 'policy_hash': lora.tensors_hash(place / 'policy'), 'codec': cfg.codec, 'special_tokens': cfg.special_tokens,
+        'text_repetition': cfg.text_repetition, 'voice_names': ['amber'], 'groups': 5, 'rollouts': 2, 'settings': {'language_tags': False, 'temperature': 0.4, 'seed': 0}})
+    return place
+
+
+def script(place, capsys, *flags, code=0):
+    """Runs dpo_score.py in this process (NeMo is imported once) -> what it printed."""
+    argv, here = sys.argv, os.getcwd()
+    sys.argv = ['dpo_score.py', f'--out_dir={place}/out', *FLAGS, *flags]
+    os.chdir(ROOT)
+    try:
+        runpy.run_path(os.path.join(ROOT, 'dpo_score.py'), run_name='__main__')
+        assert code == 0
+    except SystemExit as e:
+        assert (e.code or 0) == code, capsys.readouterr().err
+    finally:
+        sys.argv = argv
+        os.chdir(here)
+        gc.collect()                    # the script's globals, and with them its lock
+    text = capsys.readouterr()
+    return text.out + text.err
+
+
+@pytest.fixture(scope='module')
+def heard(place):
+    """The first run of the script, in a process of its own."""
+    r = subprocess.run([sys.executable, 'dpo_score.py', f'--out_dir={place}/out', *FLAGS], capture_output=True, text=True, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-3000:]
+    return place, r.stdout
+
+
+def read(place, name, file):
+    return [json.loads(line) for line in open(place / 'out' / name / file)]
+
+
+def test_hearing_and_pairs(heard):
+    place, text = heard
+    facts = [g['rollouts'] for g in read(place, 'round1', 'facts.jsonl')]
+    assert normalise(facts[4][0]['transcript']) == 'hello elephant' and normalise(facts[1][0]['transcript']) == 'the red house'
+    assert not facts[0][2]['heard'] and facts[0][2]['transcript'] == '' and facts[0][2]['level'] < -45 < facts[0][0]['level']      # silence: nothing is invented
+    assert not facts[4][1]['heard']                                                # one frame, 46 ms
+    scores = read(place, 'round1', 'scores.jsonl')
+    assert [s['kind'] for s in scores][:4] == ['wrong', 'wrong', 'empty', 'timeout']        # Whisper writes digits: see the next test
+    for words in ('too quiet', 'too short', '2 blank text: no WER, no reward', 'speaker similarity: off'):
+        assert words in text, text
+    pairs = M.read_json(place / 'out' / 'round1' / 'pairs.json')
+    assert [(p['group'], p['chosen']['k'], p['rejected']['k']) for p in pairs['pairs']] == [('4/0', 0, 1)]
+    assert pairs['counts'] == {'groups': 5, 'paired': 1, 'pairs': 1, 'blank_text': 1, 'no_chosen': 2, 'no_rejected': 1, 'no_margin': 0}
+    assert pairs['policy_hash'] == lora.tensors_hash(place / 'policy') and pairs['pairs'][0]['chosen']['ref_tokens'] < 0
+
+
+def test_other_weights_and_gates_hear_nothing(heard, capsys, monkeypatch):
+    """Spelling, weights and gates are applied to the facts; the codec and Whisper are not even loaded."""
+    place, _ = heard
+    import codec, whisper
+    monkeypatch.setattr(codec.NanoCodec, '__init__', None)
+    monkeypatch.setattr(whisper, 'load_model', None)
+    before = (place / 'out' / 'round1' / 'facts.jsonl').read_bytes()
+    spelled = "--respell={r'(\\d)': r' \\1 ', '4': 'four', '2': 'two', '7': 'seven'}"
+    text = script(place, capsys, spelled, '--w_wer=2', '--w_empty=5')
+    scores = read(place, 'round1', 'scores.jsonl')
+    assert [s['kind'] for s in scores][:4] == ['clean', 'wrong', 'empty', 'timeout'] and scores[0]['reward'] == 0 and scores[0]['transcript'] == 'four two seven'
+    assert scores[2]['terms']['wer'] == -2 and scores[2]['terms']['empty'] == -5
+    got = [(p['group'], p['chosen']['k'], p['rejected']['k']) for p in M.read_json(place / 'out' / 'round1' / 'pairs.json')['pairs']]
+    assert got == [('0/0', 0, 2), ('4/0', 0, 1)], got                              # the silence is worst
+    assert '1 pairs from 1' in script(place, capsys)                               # and back
+    assert (place / 'out' / 'round1' / 'facts.jsonl').read_bytes() == before
+    for flags, message in ((['--asr_window=10'], '--rehear hears everything again'), (['--run_name=none'], 'no finished rollouts there'), (['--asr=none.pt'], 'none.pt: no such file'),
+                           (['--respell={"(": ""}'], 'respell'), (['--compare=x'], 'compare belongs to --eval'), ([f'--ckpt={place}/nothing'], 'no such folder')):
+        text = script(place, capsys, *flags, code=2)
+        assert message in text and 'Traceback' not in text, text
+
+
+def test_stress_report(heard, capsys):
+    place, _ = heard
+    import shutil
+    shutil.copytree(place / 'out' / 'round1', place / 'out' / 'other')
+    script(place, capsys, '--eval', '--run_name=other')
+    text = script(place, capsys, '--eval', '--compare=other', '--max_wer=1')
+    assert 'text tokens 1-6' in text and ' > ' in text and 'voice null' in text
+    r = M.read_json(place / 'out' / 'round1' / 'report.json')
+    assert r['rates']['all']['all']['n'] == 10 and r['counts']['blank text: no WER, no reward'] == 2 and set(r['rates']['voice']) == {'amber', 'null'}
+    assert os.path.getsize(place / 'out' / 'round1' / 'report.png') > 1000
+
+
+def test_kill_and_two_ranks(heard, tmp_path):
+    """kill -9 after the first block, the rest by two ranks: the same facts, scores and pairs."""
+    import shutil
+    place, _ = heard
+    shutil.copytree(place / 'out' / 'round1' / 'rollouts', tmp_path / 'out' / 'round1' / 'rollouts')
+    command, env = ['dpo_score.py', f'--out_dir={tmp_path}/out', *FLAGS], os.environ | {'OMP_NUM_THREADS': '1'}
+    facts = tmp_path / 'out' / 'round1' / 'facts-0.jsonl'
+    p, begun = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), time.time()
+    while p.poll() is None and time.time() - begun < 200 and not (facts.exists() and facts.stat().st_size):
+        time.sleep(0.01)
+    p.send_signal(signal.SIGKILL)
+    p.wait()
+    with open(facts, 'a') as f:
+        f.write('{"block": 4, "gro')
+    r = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *command], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert r.returncode == 0, r.stderr[-3000:]
+    r = subprocess.run([sys.executable, *command, f'--out_dir={place}/out'], cwd=ROOT, env=env, capture_output=True, text=True)      # the undisturbed one with the same settings
+    assert r.returncode == 0, r.stderr[-3000:]
+    for file in ('facts.jsonl', 'scores.jsonl'):
+        assert (tmp_path / 'out' / 'round1' / file).read_bytes() == (place / 'out' / 'round1' / file).read_bytes(), file
+    a, b = (M.read_json(x / 'out' / 'round1' / 'pairs.json') for x in (tmp_path, place))
+    assert a['pairs'] == b['pairs'] and not list((tmp_path / 'out' / 'round1').glob('facts-*'))
+
+
+def test_speaker_similarity(place, capsys, tmp_path):
+    """A random WavLM x-vector through transformers: a rollout that is its own reference has similarity 1, the null voice has none."""
+    import shutil
+    transformers = pytest.importorskip('transformers')
+    cfg = transformers.WavLMConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, conv_dim=(16,) * 7, num_feat_extract_layers=7,
+                                   tdnn_dim=(16, 16, 16, 16, 48), xvector_output_dim=16, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4)
+    transformers.WavLMForXVector(cfg).save_pretrained(tmp_path / 'wavlm')
+    transformers.Wav2Vec2FeatureExtractor(feature_size=1, sampling_rate=16000, do_normalize=True, return_attention_mask=True).save_pretrained(tmp_path / 'wavlm')
+    shutil.copytree(place / 'out' / 'round1' / 'rollouts', tmp_path / 'out' / 'round1' / 'rollouts')
+    script(tmp_path, capsys, f'--speaker_model={tmp_path}/wavlm')
+    facts = [[r['similarity'] for r in g['rollouts']] for g in read(tmp_path, 'round1', 'facts.jsonl')]
+    assert facts[0][0] == facts[0][3] == pytest.approx(1, abs=1e-4) and facts[0][2] is None and facts[1] == [None, None] and -1 <= facts[0][1] < 0.9999
+    s = read(tmp_path, 'round1', 'scores.jsonl')[1]
+    assert s['terms']['similarity'] == pytest.approx(-0.5 * (1 - s['similarity']))
+
+
+def test_long_clips_are_heard_in_windows(place):
+    """33 s: the same sentence at the start and behind the 30 s that Whisper hears at once."""
+    import make_speech, soxr
+    from hibari import Hibari
+    clip = soxr.resample(make_speech.speak(Hibari(), 'hello elephant', 'amber', np.random.default_rng(0)), 24000, 16000).astype(np.float32)
+    long = np.zeros(33 * 16000, np.float32)
+    long[8000:8000 + len(clip)] = long[31 * 16000:31 * 16000 + len(clip)] = clip
+    ears = Listener(os.path.join(ROOT, '.cache', 'whisper-base.pt'), 'cpu', 8.0)
+    one, two = ears.hear([clip, long], ['en', ''])
+    assert normalise(one) == 'hello elephant' and normalise(two).count('elephant') >= 2
