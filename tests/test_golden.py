@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import lora
 import model as M
+from dpo_sample import frame_cap
 from dpo_score import make_pairs, normalise, reward
 from finetune import epoch_rows
 from prepare import source_rows
@@ -660,6 +661,15 @@ def test_reward():
         assert r['terms'] == exact(want) and r['reward'] == exact(sum(want.values()))
         without = reward(c['text'], c['asr'], c['duration_sec'], None, **settings)['reward']
         assert without == exact(c['reward_with_similarity_disabled'] + want['empty'] - c['reward_terms']['empty'])
+
+
+def test_frame_cap():
+    """The cap of a rollout: our frames come at 22050/1024 a second, theirs at 21.5."""
+    j = js('reward')
+    c, r = j['rollout_cap_config'], j['config']
+    for case in j['cases']:
+        assert frame_cap(case['text'], c['frame_rate_hz'], r['sec_base'], r['sec_per_word'], c['cap_expected_multiple'], c['cap_min_frames'], c['cap_max_frames']) == case['rollout_frame_cap']
+        assert frame_cap(case['text'], c['frame_rate_hz']) == case['rollout_frame_cap']         # the defaults are the published ones
 
 
 def golden_pairs(scores, config, **changed):
