@@ -54,12 +54,13 @@ min_clips_per_speaker = 3       # training clips that make a speaker usable: a b
 singleton_policy = 'null_prefix'    # speakers with fewer: 'null_prefix' keeps their rows without a speaker, 'remove' drops them
 val_share = 0.01                # share of texts held out, by a hash of the text: a sentence that ten voices say is on one side; 0.0 = off
 val_speakers = 0                # so many usable speakers are held out whole, by a hash of the name; 0 = off
-# how it runs: none of these changes a byte
+# how it runs: none of these changes a byte, but for batch_seconds and unit_rows on a GPU, where one code in 300 depends on the clips that
+# share its batch (measured with TF32, which is torch's default); ranks and workers never change one
 device = 'auto'                 # of the codec: 'auto' = cuda where there is one, else cpu
 num_workers = 0                 # processes that read and resample audio; 0 = a thread of this process does
 batch_seconds = 0.0             # audio seconds in one codec batch, of clips of one length; 0.0 = the codec's choice: 12 on a CPU, 380 on a GPU
 unit_rows = 256                 # rows read, sorted by length, encoded and saved together (16 times as many tokenized ones): what a kill
-                                # can lose, and what a rank takes at a time
+                                # can lose, and what a rank takes at a time. A GPU wants many: only clips of one length share a batch
 picture = True                  # histograms of the corpus in report.png; False = off
 check_rows = 4                  # so many rows are decoded back to check-<row>.wav: what the model will hear; 0 = off
 overwrite = False               # True: a corpus or an unfinished one with other settings in out_dir is replaced
@@ -629,7 +630,11 @@ if __name__ == '__main__':
 
     # the settings that the bytes depend on: those of an earlier run in the same place must be the same
     counts, readers, files, tokenized = zip(*((open_arrow if kind_of(s) in ('parquet', 'hf') else open_lines)(s) for s in sources))
-    settings = json.loads(json.dumps({k: v for k, v in config.items() if k not in FREE}))       # tuples become lists, as in the file
+    if device == 'auto' and not all(tokenized):             # tokens need neither codec nor torch
+        import torch
+        device = f'cuda:{local_rank % torch.cuda.device_count()}' if torch.cuda.is_available() else 'cpu'     # several ranks may share a GPU
+    bound = ('batch_seconds', 'unit_rows') if device.startswith('cuda') else ()
+    settings = json.loads(json.dumps({k: v for k, v in config.items() if k not in FREE or k in bound}))     # tuples become lists, as in the file
     settings.update(special_tokens=special, version=VERSION, tokenizer_hash=sha256_of(path),
                     codec_hash=sha256_of(codec) if os.path.isfile(codec) else '')
     building = out_dir + '.building'
@@ -682,9 +687,6 @@ if __name__ == '__main__':
     nano, spec = None, NANO
     if not all(tokenized):                              # tokens need no codec
         from codec import NanoCodec
-        if device == 'auto':
-            import torch
-            device = f'cuda:{local_rank % torch.cuda.device_count()}' if torch.cuda.is_available() else 'cpu'     # several ranks may share a GPU
         try:
             nano = NanoCodec(codec, device)
         except (ValueError, OSError, ImportError, RuntimeError, AssertionError) as e:

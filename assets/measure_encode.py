@@ -15,6 +15,7 @@ import csv, hashlib, os, random, shutil, subprocess, sys, threading, time
 speech = 'data/speech/wav'      # what the clips are cut from
 out = 'out/measure_encode'      # a new folder
 hours = 4.0                     # of audio that prepare.py encodes in each run
+unit_rows = 2048                # as config/prepare.py
 turn_seconds = 20.0             # how long clips are read and encoded in turn
 runs = '1:14 2:7 4:3'           # prepare.py as ranks:workers of each; more ranks than GPUs share them
 device = 'auto'
@@ -150,7 +151,7 @@ for run in runs.split():
     launch = [sys.executable] + ['-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}'] * (ranks > 1)
     command = [*launch, os.path.join(ROOT, 'prepare.py'), f'--sources={({"name": "m", "path": f"{out}/table.csv"},)!r}', f'--out_dir={out}/corpus', f'--codec={out}/codec.nemo',
                f'--tokenizer={ROOT}/tests/data/byte_tokenizer', '--special_tokens={}', '--picture=False', '--check_rows=0', '--max_reject_share=0.0',
-               '--unit_rows=128', f'--num_workers={workers}', f'--device={"auto" if device == "cuda" else device}']
+               f'--unit_rows={unit_rows}', f'--num_workers={workers}', f'--device={"auto" if device == "cuda" else device}']
     start, begin = time.time(), None
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, 'PYTHONUNBUFFERED': '1'}) as p:
         for line in p.stdout:

@@ -13,4 +13,4 @@ out_dir = 'data/corpus'
 val_share = 0.002           # of texts; at 20 million rows 1 % is more than an evaluation reads
 val_speakers = 20
 num_workers = 4             # of each rank; a core reads and resamples 1,400 (48 kHz flac) to 3,900 (16 kHz wav) seconds of audio a second
-unit_rows = 512             # 512 clips of 10 s are 450 MB; two units a rank are in memory
+unit_rows = 2048            # 2,048 clips of 10 s are 1.8 GB, two units a rank are in memory; some 8 clips of each length share a batch
