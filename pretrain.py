@@ -382,10 +382,10 @@ if not sharded:
     model.cfg = cfg
 model.train()
 model.model.recompute = recompute
+if compile and cuda and ddp:                # by layer, so that ranks can talk between them; 14 layers share one graph
+    for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
+        part.compile(dynamic=True)
 if sharded:
-    if compile and cuda:                    # by layer, so that shards can be gathered between them; 14 layers share one graph
-        for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
-            part.compile(dynamic=True)
     # inputs stay as they are (positions and angles lose too much in 16 bit); weights stay whole from forward to backward
     policy = MixedPrecisionPolicy(*((compute, torch.float32) if compute != torch.float32 else ()), cast_forward_inputs=False)
     mesh = dist.init_device_mesh(device, (world,))
@@ -688,7 +688,7 @@ def micro_step(batch, n, w):
         seen = torch.cat([torch.stack([x.float() for x in seen]), r['level'].float()])
     return r['total'] * world, seen                                     # DDP and FSDP average over ranks; ours are parts of one sum
 
-if compile and cuda and not sharded:        # forward, losses and telemetry in one graph, for any number of tokens
+if compile and cuda and not ddp:            # forward, losses and telemetry in one graph, for any number of tokens: least work for the host
     micro_step = torch.compile(micro_step, dynamic=True)
 batches, bad_steps, bad_rows, pending = None, 0, 0, []
 clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
