@@ -700,12 +700,19 @@ def gumbel(key, frame, channels, width):
     return -(-((bits.float() + 0.5) / (1 << 23)).log()).log().view(-1, channels, width)
 
 
+# Two opaque ops, so that torch.compile neither copies the cache nor looks inside
+
+@torch.library.custom_op('gepard::write_cache', mutates_args=('cache',))
+def write_cache(cache: torch.Tensor, row: torch.Tensor, pos: torch.Tensor, kv: torch.Tensor) -> None:
+    """kv [n, 2, kv heads, hd] -> place pos [n] of row [n] of the cache [rows, places, 2, kv heads, hd]."""
+    cache[row, pos] = kv
+
+
 @torch.library.custom_op('gepard::cached_attention', mutates_args=('cache',))
 def cached_attention(q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, pos: torch.Tensor, used: torch.Tensor,
                      q_start: torch.Tensor, k_start: torch.Tensor, room: int) -> torch.Tensor:
-    """One token a row: writes kv [n, 2, kv heads, hd] to places pos of the cache [rows, places, 2, kv heads, hd], then attends to the
-    first `used` = pos + 1 places. q [n, group, kv heads, hd]: the query heads that share a key head stand as that many queries, so
-    no key is repeated. An opaque op, so that torch.compile neither copies the cache nor looks inside."""
+    """One token a row: write_cache, then attention to the first `used` = pos + 1 places of each row. q [n, group, kv heads, hd]: the query
+    heads that share a key head stand as that many queries, so no key is repeated. room: what is used at most (of the path in fp32)."""
     cache[row, pos] = kv
     if q.is_cuda and q.dtype != torch.float32:      # reads only what is used, whatever the cache's size: the step's shape never changes
         keys, values = cache.flatten(0, 1).unbind(1)
@@ -719,6 +726,13 @@ def cached_attention(q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, row
 @cached_attention.register_fake
 def _(q, kv, cache, row, pos, used, q_start, k_start, room):
     return torch.empty_like(q)
+
+
+def filling(where, q, k, v):
+    """`attend` for packed prompts: packed_attention that leaves keys and values in the cache."""
+    cache, row, pos, *boundaries = where
+    write_cache(cache, row, pos, torch.stack((k, v), 1))
+    return packed_attention(boundaries, q, k, v)
 
 
 def cached(where, q, k, v):
@@ -756,7 +770,8 @@ class Decoder:
         self.penalty, self.window, self.force = repetition_penalty, repetition_window or frames, force_stop_frames or 0
         s = cfg.special_tokens
         self.blind = [s['start_of_text'], s['end_of_text'], s['start_of_speech']] if uncond == 'empty_text' else [s['start_of_speech']]
-        self.room, rows = max(prompt, cfg.num_queries + 3) + frames, slots * (1 + self.guided)
+        self.prompt = max(prompt, cfg.num_queries + 3)              # the prompt without text may be the longest
+        self.room, rows = self.prompt + frames, slots * (1 + self.guided)
         self.run_part = (lambda f: compiled(f)) if compile and dev.type == 'cuda' else (lambda f: f)
         self.graphs, self.pool = {}, None                           # by number of rows, where the device has graphs
         self.busy = {}                                              # slot -> [job, its second row, steps done, longest it can be]
@@ -783,7 +798,7 @@ class Decoder:
                 prompts.append((spare.pop(0), self.blind, prefix))
             self.busy[slot] = [number, prompts[-1][0] if self.guided else 0, 0, len(text) + (0 if prefix is None else len(prefix))]
         slots = list(jobs)
-        tensor = lambda values: torch.tensor(values, device=dev)
+        tensor = lambda values: torch.as_tensor(values, device=dev)
         at = tensor(slots)
         self.active[at], self.count[at], self.reason[at] = True, 0, 0
         self.key[at], self.cap[at] = hashed(tensor([j[3] for j in jobs.values()])), tensor([j[4] for j in jobs.values()])
@@ -792,21 +807,22 @@ class Decoder:
             self.source[self.second[at]] = at
         p = [0 if prefix is None else len(prefix) for _, _, prefix in prompts]
         sizes = [a + len(text) for a, (_, text, _) in zip(p, prompts)]
-        cu, n, row = np.cumsum([0, *sizes]), sum(sizes), tensor([r for r, *_ in prompts])
-        pos = np.arange(n) - np.repeat(cu[:-1], sizes)
-        voiced = tensor(pos < np.repeat(p, sizes))
-        token_row, pos, cu = row.repeat_interleave(tensor(sizes), output_size=n), tensor(pos), tensor(cu).int()
-
-        def attend(layer, q, k, v):
-            self.cache[layer][token_row, pos] = torch.stack((k, v), 1)
-            return packed_attention((cu, max(sizes)), q, k, v)
-
-        x = torch.zeros(n, model.cfg.hidden_size, device=dev, dtype=self.dtype)
-        x[~voiced] = model.model.embed_tokens(tensor([t for _, text, _ in prompts for t in text])).to(self.dtype)
-        if any(p):
-            x[voiced] = torch.cat([prefix for _, _, prefix in prompts if prefix is not None]).to(dev, self.dtype)
-        self.h[row] = model.model(x, pos, attend)[cu[1:].long() - 1]
-        self.length[row] = tensor(sizes)
+        cu = np.cumsum([0, *sizes])
+        pos = np.arange(cu[-1]) - np.repeat(cu[:-1], sizes)
+        voiced = pos < np.repeat(p, sizes)
+        ids = np.zeros(cu[-1], np.int64)
+        ids[~voiced] = np.concatenate([text for _, text, _ in prompts])
+        x = model.model.embed_tokens(tensor(ids)).to(self.dtype)
+        if voiced.any():
+            x[tensor(np.flatnonzero(voiced))] = torch.cat([prefix for _, _, prefix in prompts if prefix is not None]).to(dev, self.dtype)
+        rows = np.array([r for r, *_ in prompts])
+        row, pos = tensor(np.repeat(rows, sizes)), tensor(pos)
+        cos, sin = rotary(pos, model.cfg)
+        for layer, cache in zip(model.model.layers, self.cache):
+            x = self.run_part(Layer.forward)(layer, x, cos, sin, filling, (cache, row, pos, tensor(cu).int(), self.prompt))
+        rows = tensor(rows)
+        self.h[rows] = model.model.norm(x[tensor(cu[1:] - 1)])
+        self.length[rows] = tensor(sizes)
 
     def choose(self, n):
         """Draws every slot's next frame -> its embedding for each of the first n rows, their positions' angles."""
@@ -883,8 +899,9 @@ class Decoder:
 
     @torch.no_grad()
     def run(self, jobs, every=8, on_frame=None):
-        """Jobs (text, prefix [8, d] or None, seed, cap), any iterable -> yields (number, result) as they end, see `generate`. The host
-        looks every so many steps; free slots are filled once there is a sixteenth of them. on_frame: see `generate`."""
+        """Jobs (text, prefix [8, d] or None, seed, cap), any iterable -> yields (number, result) as they end: dicts like those of
+        `generate`, codes in uint8 and without stop_probs. The host looks every so many steps; free slots are filled once there is a
+        sixteenth of them. on_frame: see `generate`."""
         jobs, step = enumerate(jobs), 0
         self.busy.clear()
         self.active.fill_(False)
@@ -913,9 +930,8 @@ class Decoder:
             codes, logp, stop = (t[at, :max(count)].cpu() for t in (self.codes, self.logp, self.stop))
             for i, slot in enumerate(done):
                 checked = count[i] - (reason[i] != 3)               # no stop is read after the last frame of a cut row
-                yield self.busy.pop(slot)[0], {
-                    'codes': codes[i, :count[i]].long(), 'logp': logp[i, :count[i]], 'stop_logits': stop[i, :checked],
-                    'stop_probs': stop[i, :checked].sigmoid().tolist(), 'ended_by': self.ended[reason[i]]}
+                yield self.busy.pop(slot)[0], {'codes': codes[i, :count[i]], 'logp': logp[i, :count[i]], 'stop_logits': stop[i, :checked],
+                                               'ended_by': self.ended[reason[i]]}
 
 
 @torch.no_grad()
@@ -951,7 +967,7 @@ def generate(model, texts, prefix=None, *, max_frames=300, seeds=None, on_frame=
     decoder = decoder or Decoder(model, b, p + max(map(len, texts)), max(caps), **settings)
     results = [None] * b
     for number, result in decoder.run(zip(texts, [None] * b if prefix is None else prefix, seeds, caps), on_frame=on_frame):
-        results[number] = result
+        results[number] = result | {'codes': result['codes'].long(), 'stop_probs': result['stop_logits'].sigmoid().tolist()}
     return results
 
 # -----------------------------------------------------------------------------
