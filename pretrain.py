@@ -426,7 +426,8 @@ if newest:
 # ---- schedule, in words
 
 per_step = world * gradient_accumulation                                # micro-batches
-micros_per_epoch = len(plan_epoch(0))
+plan = plan_epoch(0)
+micros_per_epoch, shown = len(plan), np.bincount(plan[plan >= 0], minlength=len(rows))[train_rows[speaker_of[train_rows] >= 0] if num_queries else train_rows]
 steps_per_epoch = micros_per_epoch // per_step
 if steps_per_epoch == 0:
     fail(f'an epoch has {micros_per_epoch} micro-batches, one step takes {world} ranks x {gradient_accumulation}: '
@@ -440,6 +441,7 @@ say(f'batch: {batch_size} rows' + (f' = {P} speakers x {K} clips + {M} null rows
     + f' x {gradient_accumulation} micro-batches x {world} ranks '
     f'= {batch_size * per_step:,} rows, about {batch_size * per_step * (mean_frames + mean_text + num_queries + 3):,.0f} tokens, '
     f'{batch_size * per_step * mean_frames / frame_rate:,.0f} s of audio a step')
+say(f'an epoch shows each row{" with a speaker" * (num_queries > 0)} {shown.mean():.2f} times ({shown.min()} to {shown.max()})' if len(shown) else 'no row has a speaker')
 say(f'{steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_steps - step:,} to go' if step else ''))
 for g in ('backbone', 'embed', 'audio', 'ref'):
     if g in sizes:

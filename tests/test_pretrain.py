@@ -203,6 +203,8 @@ def test_divergence_is_named_and_the_last_good_checkpoint_stays(ten, corpus, tmp
     (['--head_dim=15'], 'head_dim must be even'),
     (['--beta2=1.5'], 'beta2 must be in [0, 1)'),
     (['--out_dir=/proc/nowhere'], '/proc/nowhere'),
+    (['--keep_checkpoints=100000000'], 'lower keep_checkpoints'),
+    (['--parallel=ddp'], "parallel is 'replicate' or 'fsdp'"),
 ])
 def test_refusals_are_one_line(corpus, tmp_path, flags, words):
     r = subprocess.run(command(str(tmp_path / 'run'), corpus, *flags), capture_output=True, text=True)
@@ -228,6 +230,34 @@ def test_damaged_resume_state_and_log(ten, corpus, tmp_path):
     state = os.path.join(out, 'checkpoint-12', 'resume', 'shard-00001-model-00001-of-00001.safetensors')
     os.truncate(state, os.path.getsize(state) // 2)
     assert 'checkpoint-12: cannot go on from it' in run(out, corpus, '--max_steps=20', code=2)
+
+
+def test_full_disk_leaves_the_last_checkpoint(ten, corpus, tmp_path):
+    """No file may grow over 100 kB, which ends the writing of the weights as a full disk would."""
+    import resource, shutil
+    out = str(tmp_path / 'run')
+    shutil.copytree(ten[0], out)
+    r = subprocess.run(command(out, corpus, '--max_steps=12'), capture_output=True, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'},
+                       preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)))
+    assert r.returncode == 2 and 'checkpoint-12: not saved' in r.stderr and 'newest whole checkpoint is ' + os.path.join(out, 'checkpoint-10') in r.stderr, r.stderr
+    assert 'Traceback' not in r.stderr and M.checkpoints(out)[-1][0] == 10
+    assert 'saved' in run(out, corpus, '--max_steps=12')
+
+
+def test_unreadable_row_is_named_and_left_out(corpus, tmp_path):
+    """A code past the codec's last, seen by one of two ranks: the row is named, another takes its place, both ranks go on."""
+    import shutil
+    mine = str(tmp_path / 'corpus')
+    shutil.copytree(corpus, mine)
+    row = prepare.Corpus(mine).rows[7]
+    with open(mine + '/codes.bin', 'r+b') as f:
+        f.seek(int(row['frame_start']) * 16)
+        f.write(b'\xff\xff')
+    out = str(tmp_path / 'run')
+    text = run(out, mine, '--max_steps=6', '--gradient_accumulation=1', '--null_prob=0', ranks=2)
+    assert 'row 7 has code 65535' in text and 'left out' in text
+    r = log(out)
+    assert sorted(r) == list(range(1, 7)) and all(np.isfinite(x['code']) for x in r.values())
 
 
 def test_another_tokenizer_or_a_second_run_is_refused(corpus, tmp_path):
