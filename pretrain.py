@@ -404,8 +404,11 @@ multipliers = {'backbone': 1.0, 'audio': lr_audio, 'embed': lr_embed, 'ref': lr_
 optimizer = torch.optim.AdamW(gepard.param_groups(model, learning_rate, multipliers, weight_decay), betas=(beta1, beta2), eps=1e-8, fused=True)
 named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 # telemetry compares up to 1,024 text embeddings with what they were at the start
-watched = np.unique(np.concatenate([corpus.text(i) for i in train_rows[:: -(-len(train_rows) // 2000)]]))
-watched = torch.from_numpy(watched[:: -(-len(watched) // 1024)].astype(np.int64)).to(device)
+if newest:
+    watched = progress['watched']
+else:
+    watched = np.unique(np.concatenate([corpus.text(i) for i in train_rows[:: -(-len(train_rows) // 2000)]]))
+    watched = watched[:: -(-len(watched) // 1024)].tolist()
 full = lambda t: t.full_tensor() if isinstance(t, DTensor) else t      # a collective: every rank calls it
 anchor = full(model.model.embed_tokens.weight.detach())[watched].clone()
 
@@ -413,7 +416,7 @@ anchor = full(model.model.embed_tokens.weight.detach())[watched].clone()
 def resume_state():
     """What the weights' file does not hold, as a flat dict of tensors; the same on one rank and on many."""
     state = {f'{k}.{name}': v for name, p in named for k, v in optimizer.state[p].items()}
-    return state | {'anchor': anchor, 'watched': watched}
+    return state | {'anchor': anchor}
 
 if newest:
     for name, p in named:
@@ -479,7 +482,7 @@ def save():
             dist.barrier()                                              # rank 0 has made the folder
         dcp.save(resume_state(), storage_writer=dcp.HuggingFaceStorageWriter(os.path.join(folder, 'resume'), save_distributed=True), no_dist=not ddp)
         if rank == 0:
-            gepard.write_json(os.path.join(folder, 'resume.json'), {'step': step, 'epoch': epoch, 'micro': micro})
+            gepard.write_json(os.path.join(folder, 'resume.json'), {'step': step, 'epoch': epoch, 'micro': micro, 'watched': watched})
     try:
         if rank:
             rest(path + '.tmp')
