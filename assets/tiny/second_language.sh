@@ -1,6 +1,6 @@
 #!/bin/bash
 # docs/new_language.md on the offline profile, after `make demo`: base and second language, with and without a replay of the first.
-#   .venv/bin/python -m pip install --no-deps espeakng-loader==0.2.4 && bash assets/tiny/second_language.sh       # a quarter of an hour on two idle cores
+#   .venv/bin/python -m pip install --no-deps espeakng-loader==0.2.4 && bash assets/tiny/second_language.sh
 set -e
 PY=${PY:-.venv/bin/python}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
