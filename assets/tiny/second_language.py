@@ -21,7 +21,8 @@ temperature = 0.2               # as in measure.py
 ceiling = True                  # measure the recordings and the codec too; False saves two thirds of the time
 seed = 0
 # ----------------------------------------------------------------------------
-VOICES = {'ana': ('es+f2', 145, 55), 'bruno': ('es+m3', 150, 45), 'carla': ('es-419+f4', 150, 60), 'diego': ('es+edward', 140, 40)}    # voice, words a minute, pitch
+# voice, words a minute, pitch
+VOICES = {'ana': ('es+f2', 145, 55), 'bruno': ('es+m3', 150, 45), 'carla': ('es-419+f4', 150, 60), 'diego': ('es+edward', 140, 40)}
 NUMBERS = 'cero uno dos tres cuatro cinco seis siete ocho nueve'.split()
 ANIMALS = 'perro gato caballo conejo tigre mono elefante'.split()
 COLORS = 'rojo verde azul negro blanco amarillo'.split()
