@@ -487,7 +487,7 @@ def save():
         if rank:
             rest(path + '.tmp')
         else:
-            metadata = {'stage': 'pretrain', 'step': step, 'parent': init_from, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')},
+            metadata = {'stage': 'pretrain', 'step': step, 'parent': init_from, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')} | {'codec_hash': meta['settings'].get('codec_hash')},
                         'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
                         'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
             shutil.rmtree(path, ignore_errors=True)                     # of that name and not whole: not ours

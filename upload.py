@@ -10,14 +10,14 @@ inside, rotary factor in both places, tokenizer. An allow-list of files goes up,
 break run it again: files that had arrived are not sent twice. The access token comes from where the Hub's client looks for it
 (`hf auth login`, or HF_TOKEN) and is never printed. From training_metadata.json local paths, tokens and wandb settings are cut.
 """
-import os, sys
+import glob, os, sys
 
 # -----------------------------------------------------------------------------
 ckpt = 'out/pretrain'           # a checkpoint folder, or a run's folder (its newest)
 repo = ''                       # 'you/name', made if it does not exist
 public = False                  # a repository that exists the other way is refused, not changed
 dtype = 'auto'                  # published weights: 'auto' = bfloat16 for float32 ones, others as they are; 'keep'; 'float32', 'bfloat16', 'float16'
-training_state = False          # the optimizer state (resume.pt) too, and float32 weights as they are
+training_state = False          # the optimizer state (resume.pt, or resume.json and resume/) too, and float32 weights as they are
 languages = ()                  # codes for the card, e.g. en,es; () = the language tags of the training data
 base_model = ''                 # Hub name for the card; '' = the nearest parent that has one
 license = ''                    # of the weights, for the card, e.g. apache-2.0; '' = not stated
@@ -166,7 +166,8 @@ if not os.path.isdir(ckpt):
     fail(f'{ckpt}: no such folder')
 if os.path.exists(os.path.join(ckpt, 'adapter.safetensors')):
     fail(f'{ckpt}: adapters, which are of no use without their base: merge.py makes a checkpoint of them')
-lacking = [n for n in REQUIRED + ('resume.pt',) * training_state if not os.path.isfile(os.path.join(ckpt, n))]
+resume = [os.path.relpath(p, ckpt) for pattern in ('resume.pt', 'resume.json', 'resume/*.safetensors') for p in sorted(glob.glob(os.path.join(glob.escape(ckpt), pattern)))]
+lacking = [n for n in REQUIRED if not os.path.isfile(os.path.join(ckpt, n))] + ['resume.pt or resume.json'] * (training_state and not resume)
 if lacking:
     fail(f'{ckpt}: no {", ".join(lacking)}')
 try:
@@ -191,7 +192,7 @@ wanted = stored if training_state or dtype == 'keep' or dtype == 'auto' and stor
 name_of = str(wanted).removeprefix('torch.')
 
 with tempfile.TemporaryDirectory() as tmp:
-    files = {n: os.path.join(ckpt, n) for n in ('model.safetensors', 'config.json', 'gepard_config.json', *M.TOKENIZER_FILES, *(('resume.pt',) * training_state))
+    files = {n: os.path.join(ckpt, n) for n in ('model.safetensors', 'config.json', 'gepard_config.json', *M.TOKENIZER_FILES, *(resume if training_state else ()))
              if os.path.isfile(os.path.join(ckpt, n))}
     cast = {k: t.to(wanted).contiguous() for k, t in state.items()}
     for k, t in cast.items():
@@ -213,7 +214,7 @@ with tempfile.TemporaryDirectory() as tmp:
 
     # the last look: nothing of this machine or its owner leaves it
     token = get_token()
-    for name in set(files) - {'model.safetensors', 'resume.pt', 'tokenizer.json', 'vocab.json', 'merges.txt'}:
+    for name in set(files) - {'model.safetensors', 'tokenizer.json', 'vocab.json', 'merges.txt', *resume}:
         text = open(files[name], encoding='utf-8').read()
         found = [s for s in strings(json.loads(text)) if WHERE.match(s)] if name.endswith('.json') else []
         found += [p for p in (os.path.expanduser('~'), os.getcwd(), os.path.abspath(ckpt)) if len(p) > 1 and p in text]

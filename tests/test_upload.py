@@ -275,7 +275,12 @@ def test_training_state(hub, folder, capsys):
     assert 'resume.pt' not in hub.repos['you/plain']['files']
     upload(capsys, folder, '--training_state')
     files = hub.repos['you/name']['files']
-    for name in ('model.safetensors', 'resume.pt', 'config.json', 'gepard_config.json'):
+    os.makedirs(folder / 'resume')                  # as pretrain.py writes it
+    (folder / 'resume' / 'shard-00001-model-00001-of-00001.safetensors').write_bytes(b'moments')
+    (folder / 'resume.json').write_text('{"step": 10}')
+    upload(capsys, folder, '--training_state')
+    files = hub.repos['you/name']['files']
+    for name in ('model.safetensors', 'resume.pt', 'resume.json', 'resume/shard-00001-model-00001-of-00001.safetensors', 'config.json', 'gepard_config.json'):
         assert files[name] == (folder / name).read_bytes(), name
     assert str(folder).encode() not in files['training_metadata.json']
     assert 'leave out --dtype' in upload(capsys, folder, '--training_state', '--dtype=bfloat16', code=2)
