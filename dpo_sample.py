@@ -189,7 +189,7 @@ if __name__ == '__main__':
     except ValueError as e:
         fail(e)
 
-    import fcntl, queue, shutil, threading
+    import fcntl, queue, threading
 
     import numpy as np
     import torch
