@@ -63,7 +63,8 @@ seed = 1337
 GROUPS = ('backbone', 'embed', 'audio', 'ref')
 REPETITION = {'enabled': 'True or False', 'apply_below': 'whole, above 0', 'target_text_tokens': 'whole, above 0', 'max_repeats': 'whole, above 0',
               'mixed_keep_prob': '0..1'}
-FIXED = ('lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets', 'lora_last_n_layers', 'train_stop_head', 'full', 'freeze', 'text_repetition')     # in a run
+FIXED = ('lora_rank', 'lora_alpha', 'lora_dropout', 'lora_targets', 'lora_last_n_layers', 'train_stop_head', 'full', 'freeze', 'text_repetition', 'ckpt',
+         'data', 'val_corpora', 'eval_rows', 'seed')    # in a run; the last four say what is held out: `before` and `after` are of the same rows
 
 
 def epoch_rows(lengths, short_below, short_fraction, longest, rng):

@@ -198,7 +198,10 @@ def test_resume_is_bitwise(ten, place, tmp_path, capsys):
     ours, theirs = (torch.load(f'{o}/checkpoint-10/resume.pt', weights_only=True) for o in (out, ten[0]))
     assert all(torch.equal(v, theirs['optimizer'][n][k]) for n, s in ours['optimizer'].items() for k, v in s.items())
     assert M.read_json(f'{out}/evaluation.json') == M.read_json(f'{ten[0]}/evaluation.json')
-    assert 'lora_rank 16, now it is 8: choose another out_dir' in run(place, out, capsys, '--lora_rank=8', '--train_stop_head', code=2)
+    val = f"--val_corpora={{'other': '{place}/other'}}"
+    for flag, words in (('--lora_rank=8', 'lora_rank 16, now it is 8'), ('--eval_rows=0', 'eval_rows 256, now it is 0'), ('--seed=2', 'seed 1337, now it is 2'), ('--val_corpora={}', 'now it is {}'),
+                        (f'--data={place}/other', f"data '{place}/corpus', now it is '{place}/other'"), (f'--ckpt={place}/base/', f"ckpt '{place}/base', now it is '{place}/base/'")):
+        assert f'{words}: choose another out_dir' in run(place, out, capsys, '--train_stop_head', val, flag, code=2)
     assert 'choose another out_dir, or --resume=true' in run(place, out, capsys, '--resume=false', '--train_stop_head', code=2)
     assert 'of a run without full' in run(place, out, capsys, '--full', code=2)
 
