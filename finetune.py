@@ -188,13 +188,15 @@ if __name__ == '__main__':
         elif os.path.exists(os.path.join(base, 'adapter.safetensors')) or gepard.latest_checkpoint(base, file='adapter.safetensors'):
             raise ValueError(f'{base}: adapters without their base; merge.py makes a checkpoint of them')
         model, folder = gepard.load_checkpoint(newest if newest and full else base)
+        told = os.path.join(folder, 'training_metadata.json')
+        before = gepard.read_json(told) if os.path.exists(told) else {}
+        hash_of = lambda stage: stage.get('corpus', {}).get('codec_hash')
+        codec_hash = next(filter(None, map(hash_of, (before, *reversed(before.get('history', []))))), None)       # of the newest stage that knows it
         cfg = model.cfg
         plain, cfg.text_repetition = cfg.text_repetition, cfg.text_repetition | text_repetition
         if full:
             for name, p in model.named_parameters():
                 p.requires_grad_(gepard.group_of(name) not in freeze)
-            told = os.path.join(folder, 'training_metadata.json')
-            before = gepard.read_json(told) if os.path.exists(told) else {}
             history = before.pop('history', []) + [before] * bool(before and not newest)        # the stages before, oldest first
         else:
             if newest:
@@ -207,12 +209,15 @@ if __name__ == '__main__':
 
         # ---- data
 
+        of_file = lambda c: c.meta.get('settings', {}).get('codec_hash')        # '' = a codec by Hub name
+
         def open_corpus(path):
             """A corpus of the base's codec and tokenizer, or a ValueError that says in what it differs."""
             c = Corpus(path)
             m, special = c.meta, {k: v for k, v in cfg.special_tokens.items() if k != 'tokeniser_length'}
             differ = [f'{what} {has!r}, the base {base} has {want!r}' for what, has, want in (
                 ('codec', m['codec']['id'], codec or cfg.codec['codec_id']), ('codec sample_rate', m['codec']['sample_rate'], cfg.codec['sample_rate']),
+                ('codec hash', of_file(c), of_file(c) and codec_hash or of_file(c)),    # two files of one name; unknown on one side: no word
                 ('codec levels', list(m['codec']['levels']) * m['codec']['groups'], cfg.levels),
                 ('tokenizer hash', m['tokenizer']['hash'], sha256_of(tokenizer_file)), ('special_tokens', m['special_tokens'], special)) if has != want]
             if differ:
@@ -221,7 +226,6 @@ if __name__ == '__main__':
 
         corpus = open_corpus(data)
         others = {name: open_corpus(path) for name, path in val_corpora.items()}
-        of_file = lambda c: c.meta.get('settings', {}).get('codec_hash')        # '' = a codec by Hub name
         for c in others.values():
             if of_file(c) and of_file(corpus) and of_file(c) != of_file(corpus):
                 raise ValueError(f"{c.path} and {data} were built with two codecs that were both called {corpus.meta['codec']['id']}: build one of them anew")
@@ -362,7 +366,7 @@ if __name__ == '__main__':
         moments = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in params.items() if p in optimizer.state}
         if rank == 0:
             metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'evaluation': measured, 'git': git,
-                        'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta},
+                        'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta} | {'codec_hash': of_file(corpus)},
                         'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}}
 
             def extra(folder):

@@ -341,6 +341,7 @@ def test_base_to_speech(ten, place, hub, tmp_path, capsys):
     (['--val_corpora={{"old": "{place}/levels"}}'], "{place}/levels was built with codec levels"),
     (['--val_corpora={{"val": "{place}/other"}}'], "'val' is the name of data's own"),
     (['--data={place}/first', '--val_corpora={{"old": "{place}/second"}}'], 'two codecs that were both called assets/tiny/codec.nemo'),
+    (['--ckpt={place}/hashed', '--data={place}/first'], "{place}/first was built with codec hash 'a', the base {place}/hashed has 'b'"),
     (['--gradient_accumulation=50'], 'an epoch of {place}/corpus has 40 rows'),
     (['--ckpt={place}/small'], 'has rows of up to 236 tokens, the model ends at max_position_embeddings 100'),
     (['--learnin_rate=1'], 'learning_rate'),
@@ -356,6 +357,7 @@ def test_refusals_are_one_line(place, ten, tmp_path, capsys, flags, words):
         write_corpus(place / 'first', n=9, settings={'codec_hash': 'a'})
         write_corpus(place / 'second', n=9, settings={'codec_hash': 'b'})
         save(str(place / 'small'), max_position_embeddings=100)
+        save(str(place / 'hashed'), metadata={'stage': 'dpo', 'history': [{'stage': 'pretrain', 'corpus': {'codec_hash': 'b'}}]})
         shutil.copytree(ten[0], place / 'adapters')
     out = str(tmp_path / 'run')
     term = signal.getsignal(signal.SIGTERM)
@@ -364,6 +366,13 @@ def test_refusals_are_one_line(place, ten, tmp_path, capsys, flags, words):
     line = text.strip().splitlines()[-1]
     assert line.startswith('finetune.py: ') and words.format(place=place) in line, text
     assert not glob.glob(f'{out}/checkpoint*')
+
+
+def test_the_codec_s_hash_is_kept(place, tmp_path, capsys):
+    save(str(tmp_path / 'base'), metadata={'stage': 'pretrain', 'corpus': {'codec_hash': 'c'}})
+    write_corpus(tmp_path / 'corpus', n=16, settings={'codec_hash': 'c'})
+    run(tmp_path, str(tmp_path / 'run'), capsys, '--max_steps=1', '--eval_interval=0', '--gradient_accumulation=1')
+    assert M.read_json(f'{tmp_path}/run/checkpoint-1/training_metadata.json')['corpus']['codec_hash'] == 'c'
 
 
 def test_more_layers_than_there_are_is_said(place, tmp_path, capsys):
