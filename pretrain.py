@@ -129,7 +129,7 @@ def validate():
 
 validate()
 
-import fcntl, heapq, shutil, subprocess, warnings
+import fcntl, heapq, logging, shutil, subprocess, warnings
 from contextlib import nullcontext
 
 import numpy as np
@@ -324,6 +324,11 @@ audio |= dict(
 shape = {k: config[k] for k in ('hidden_size', 'intermediate_size', 'num_hidden_layers', 'num_attention_heads', 'num_key_value_heads',
                                 'head_dim', 'rope_theta', 'max_position_embeddings')}
 newest = gepard.latest_checkpoint(out_dir)
+metadata = {'parent': init_from, 'parent_kind': 'scratch' if init_from == 'scratch' else 'folder' if os.path.isdir(init_from) else 'hub'}
+for _, path in gepard.checkpoints(out_dir, file='training_metadata.json'):
+    stage = gepard.read_json(os.path.join(path, 'training_metadata.json')).get('stage')
+    if stage != 'pretrain':
+        fail(f'{out_dir} holds checkpoints of the stage {stage}: choose another out_dir')
 if newest and not resume:
     fail(f'{out_dir} holds {newest}: choose another out_dir, or --resume=true to go on')
 step, epoch, micro = 0, 0, 0        # optimizer steps; epoch and micro-batches of it that are done
@@ -334,7 +339,12 @@ try:
         progress = gepard.read_json(os.path.join(newest, 'resume.json'))
         step, epoch, micro = progress['step'], progress['epoch'], progress['micro']
         say(f'resumed {newest}: step {step}, epoch {epoch}, micro-batch {micro}')
-        before = gepard.read_json(os.path.join(newest, 'training_metadata.json'))['config']
+        metadata = gepard.read_json(os.path.join(newest, 'training_metadata.json'))
+        before, codecs = metadata['config'], [m.get('codec_hash') for m in (metadata['corpus'], meta['settings'])]
+        if before['init_from'] != init_from:
+            fail(f"{newest} began with init_from {before['init_from']!r}, it cannot be {init_from!r} now: choose another out_dir")
+        if all(codecs) and codecs[0] != codecs[1]:
+            fail(f"{data} was encoded with another codec file of the name {meta['codec']['id']} than {newest} has learnt: its codes mean other sounds")
         changed = [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]
         for key in changed:
             say(f'  {key} was {before[key]!r}, is {config[key]!r}')
@@ -421,10 +431,12 @@ def resume_state():
 if newest:
     for name, p in named:
         optimizer.state[p] = {'step': torch.zeros((), device=device), 'exp_avg': torch.zeros_like(p), 'exp_avg_sq': torch.zeros_like(p)}
+    logging.disable(logging.WARNING)        # it logs its errors with their tracebacks, and raises them as well
     try:
         dcp.load(resume_state(), storage_reader=dcp.HuggingFaceStorageReader(os.path.join(newest, 'resume')), no_dist=not ddp)
     except (Exception, CheckpointException) as e:                       # safetensors, planner and storage have their own types
-        fail(f"{newest}: cannot go on from it ({' '.join(str(e).split())[:300]}); without that folder the run goes on from the one before", everywhere=True)
+        fail(f"{newest}: cannot go on from its resume state ({str(e).strip().splitlines()[-1][:200]}); without that folder the run goes on from the one before", everywhere=True)
+    logging.disable(logging.NOTSET)
 
 # ---- schedule, in words
 
@@ -487,11 +499,12 @@ def save():
         if rank:
             rest(path + '.tmp')
         else:
-            metadata = {'stage': 'pretrain', 'step': step, 'parent': init_from, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')} | {'codec_hash': meta['settings'].get('codec_hash')},
+            made_of = {'stage': 'pretrain', 'step': step, **{k: metadata[k] for k in ('parent', 'parent_kind') if k in metadata}, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')} | {'codec_hash': meta['settings'].get('codec_hash')},
                         'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
                         'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
-            shutil.rmtree(path, ignore_errors=True)                     # of that name and not whole: not ours
-            gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), metadata, rest)
+            if os.path.isdir(path):
+                os.rmdir(path)                                          # in the way; with files in it, it is not ours to remove
+            gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), made_of, rest)
             for _, old in gepard.checkpoints(out_dir)[:-keep_checkpoints] if keep_checkpoints else []:
                 shutil.rmtree(old)
             say(f'saved {path}')
@@ -526,12 +539,10 @@ def evaluate():
 
 def speak_prompts():
     """The fixed prompts, each in the voice of another held-out row (or the null prefix), to wav with a spectrogram."""
-    global codec
     weights = full_weights()
     if rank:
         return
-    from codec import NanoCodec, save_spectrogram, save_wav
-    codec = codec or NanoCodec(beside(meta['codec']['id']), device=device)
+    from codec import save_spectrogram, save_wav
     voice = gepard.Gepard(cfg)                                          # a copy: neither sharded nor compiled
     voice.load_state_dict(weights)
     voice.to(device, compute).eval()
@@ -606,6 +617,12 @@ def curves():
 
 metrics_path = os.path.join(out_dir, 'metrics.jsonl')
 codec, wandb, git = None, None, ''
+if speak and eval_interval and rank == 0:                               # now, not after hundreds of steps
+    from codec import NanoCodec
+    try:
+        codec = NanoCodec(beside(meta['codec']['id']), device=device)
+    except (ValueError, OSError, ImportError) as e:
+        fail(f'{e}: --speak= speaks nothing')
 if rank == 0:
     try:
         git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=here).stdout.strip()
@@ -614,7 +631,7 @@ if rank == 0:
     kept = []
     for line in open(metrics_path, encoding='utf-8', errors='replace') if os.path.exists(metrics_path) else []:
         try:                                                            # drop what a resumed run will write again, and a line cut by a kill
-            kept += [line] if json.loads(line)['step'] <= step else []
+            kept += [line] if newest and json.loads(line)['step'] <= step else []
         except (ValueError, TypeError, KeyError):
             say(f'{metrics_path}: dropped a line that is no record: {line[:60]!r}')
     with open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
@@ -781,7 +798,7 @@ while step < total_steps:
             save()
         elif step == total_steps:
             fail(f'the run ends in {bad_steps} bad steps; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
-    if stop_now:
+    if stop_now and step < total_steps:
         say(f'stopped by {stopping[0] if stopping else "another rank"} at step {step}')
         break
     if eval_interval and (step % eval_interval == 0 or step == total_steps):

@@ -229,7 +229,27 @@ def test_damaged_resume_state_and_log(ten, corpus, tmp_path):
     assert sorted(log(out)) == list(range(1, 13)) and M.checkpoints(out)[-1][0] == 12
     state = os.path.join(out, 'checkpoint-12', 'resume', 'shard-00001-model-00001-of-00001.safetensors')
     os.truncate(state, os.path.getsize(state) // 2)
-    assert 'checkpoint-12: cannot go on from it' in run(out, corpus, '--max_steps=20', code=2)
+    text = run(out, corpus, '--max_steps=20', code=2)
+    assert 'checkpoint-12: cannot go on from its resume state' in text and 'Traceback' not in text
+
+
+def test_resume_keeps_what_the_run_began_with(ten, corpus, tmp_path):
+    """Another start, another codec file under the same name, or a folder of another stage: refused, nothing is touched."""
+    import shutil
+    out, mine = str(tmp_path / 'run'), str(tmp_path / 'corpus')
+    assert "began with init_from 'scratch'" in run(ten[0], corpus, '--init_from=some/base', code=2)
+    shutil.copytree(corpus, mine)
+    meta = M.read_json(mine + '/meta.json')
+    for digest, code in (('a' * 64, 0), ('b' * 64, 2)):
+        M.write_json(mine + '/meta.json', meta | {'settings': meta['settings'] | {'codec_hash': digest}})
+        text = run(out, mine, f'--max_steps={1 + code}', code=code)
+    assert 'was encoded with another codec file' in text
+    folder = str(tmp_path / 'tuned' / 'checkpoint-5')
+    os.makedirs(folder)
+    M.write_json(folder + '/training_metadata.json', {'stage': 'finetune'})
+    assert 'holds checkpoints of the stage finetune' in run(str(tmp_path / 'tuned'), corpus, code=2)
+    assert os.listdir(folder) == ['training_metadata.json']
+    assert 'speaks nothing' in run(str(tmp_path / 'mute'), corpus, '--eval_interval=2', '--speak=hi', code=2)
 
 
 def test_full_disk_leaves_the_last_checkpoint(ten, corpus, tmp_path):
