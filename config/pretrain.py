@@ -2,6 +2,5 @@
 # 4 ranks x 64 rows x 2 micro-batches = 512 rows a step. The defaults of pretrain.py are this run's; here stands what belongs to a site.
 data = 'data/corpus'            # from prepare.py
 out_dir = 'out/pretrain'
-compile = True                  # pays after a few hundred steps
 num_workers = 4                 # a rank
 speak = ('Hello there.', 'The quick brown fox jumps over the lazy dog.')
