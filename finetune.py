@@ -8,7 +8,7 @@ Fine-tunes a checkpoint on a corpus of prepare.py: adapters (LoRA) on a frozen b
 Codec, tokenizer, special tokens and text layout are the base's; text repetition is switched on and stamped into what is written.
 Written to out_dir: checkpoint-<step>/ (adapters; with --full a whole checkpoint) with resume.pt, metrics.jsonl, curves.png and
 evaluation.json: held-out losses by text length and language, before the first step (the base as it speaks, with its own text
-repetition) and after. Started again, it goes on from the newest checkpoint; other ranks and batch sizes are fine. SIGTERM saves.
+repetition) and after. Started again, it goes on from the newest checkpoint; other ranks and batch sizes are fine. SIGTERM and Ctrl-C save and end.
 """
 import json, math, os, signal, sys, time
 
@@ -118,7 +118,7 @@ if __name__ == '__main__':
             print('finetune.py: ' + '; '.join(bad), file=sys.stderr)
         sys.exit(2)
 
-    import fcntl, pickle, shutil, subprocess
+    import fcntl, shutil, subprocess
     from contextlib import nullcontext
 
     import torch
@@ -170,9 +170,12 @@ if __name__ == '__main__':
         if rank == 0:
             lock = open(os.path.join(out_dir, 'lock'), 'w')             # held until this process ends
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        other = gepard.latest_checkpoint(out_dir, file='adapter.safetensors' if full else 'model.safetensors')
+        for stage in [gepard.read_json(os.path.join(f, 'training_metadata.json')).get('stage') for f in (newest, other) if f]:
+            if stage != 'finetune':
+                raise ValueError(f'{out_dir} holds checkpoints of stage {stage}, choose another out_dir')
         if newest and not resume:
             raise ValueError(f'{out_dir} holds {newest}: choose another out_dir, or --resume=true to go on')
-        other = gepard.latest_checkpoint(out_dir, file='adapter.safetensors' if full else 'model.safetensors')
         if other:
             raise ValueError(f'{out_dir} holds {other}, of a run {"without" if full else "with"} full: choose another out_dir')
         base = gepard.latest_checkpoint(ckpt) or ckpt
@@ -183,8 +186,11 @@ if __name__ == '__main__':
                 if key in FIXED:
                     raise ValueError(f'{newest} was made with {key} {before[key]!r}, now it is {config[key]!r}: choose another out_dir')
                 say(f'  {key} was {before[key]!r}, is {config[key]!r}')
-            state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True)
-            step, epoch, done = state['step'], state['epoch'], state['rows']
+            try:
+                state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True)
+                step, epoch, done = state['step'], state['epoch'], state['rows']
+            except Exception as e:          # cut or foreign: many types, some with a page of text
+                raise ValueError(f'{newest}/resume.pt: cannot be read ({type(e).__name__})') from None
         elif os.path.exists(os.path.join(base, 'adapter.safetensors')) or gepard.latest_checkpoint(base, file='adapter.safetensors'):
             raise ValueError(f'{base}: adapters without their base; merge.py makes a checkpoint of them')
         model, folder = gepard.load_checkpoint(newest if newest and full else base)
@@ -232,8 +238,8 @@ if __name__ == '__main__':
     except BlockingIOError:
         fail(f'another run is writing to {out_dir}')
     except (ValueError, OSError) as e:
-        fail(e)
-    except (KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as e:     # of a file that is cut or foreign
+        fail(f'{e}' + '; without that folder the run goes on from the one before' * str(e).startswith(f'{newest}/'))      # a file of it is cut
+    except (KeyError, RuntimeError) as e:               # foreign files
         fail(f'{newest or base}: {e!r}' + '; without that folder the run goes on from the one before' * bool(newest))
     rows, repetition = corpus.rows, cfg.text_repetition
     frame_rate = corpus.meta['codec']['sample_rate'] / corpus.meta['codec']['hop']
@@ -487,7 +493,14 @@ if __name__ == '__main__':
         pending.clear()
 
     stopping = []
-    signal.signal(signal.SIGTERM, lambda *a: stopping.append(1))
+
+    def on_signal(number, frame):
+        if stopping and number == signal.SIGINT:                        # Ctrl-C twice: at once
+            os._exit(130)
+        stopping.append(signal.Signals(number).name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
     bad_steps, pending, stop_now = 0, [], False
     training(True)
     if eval_interval and step == 0 and val:
@@ -542,7 +555,7 @@ if __name__ == '__main__':
                 f"{values['step_ms']:.0f} ms, {values['tokens_per_s']:.0f} tokens/s, ETA {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}")
             clock, clock_step, tokens = time.time(), step, 0
         pause = time.time()
-        if eval_interval and val and not stop_now and (step % eval_interval == 0 or step == total_steps):
+        if eval_interval and val and (step == total_steps or step % eval_interval == 0 and not stop_now):
             evaluate_and_tell()
         if step % save_interval == 0 or step == total_steps or stop_now:
             settle()
@@ -551,10 +564,13 @@ if __name__ == '__main__':
             elif step == total_steps:
                 fail(f'the run ends in {bad_steps} bad steps; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir, file=file)}')
         clock += time.time() - pause                                    # speeds are of training alone
-    if stop_now:
-        say(f'stopped by SIGTERM at step {step}')
+    if stop_now and step < total_steps:
+        say(f"stopped by {stopping[0] if stopping else 'another rank'} at step {step}")
     elif measured:
-        print_table()
+        if eval_interval and val and measured['after_step'] != step:    # stopped between two evaluations, and now there is nothing left to do
+            evaluate_and_tell()
+        if measured['after_step'] == step:
+            print_table()
         say(f"\nnext: python {'sample.py' if full else 'merge.py'} --ckpt={out_dir}")
     if ddp:
         dist.barrier()

@@ -100,11 +100,12 @@ def ranks(place, out, *flags, n=2):
 
 def run(place, out, capsys, *flags, code=0):
     """In this process -> what it printed."""
-    term = signal.getsignal(signal.SIGTERM)
+    kept = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
         return script(capsys, 'finetune.py', *command(place, out, *flags)[2:], code=code)
     finally:
-        signal.signal(signal.SIGTERM, term)
+        for n, handler in kept.items():
+            signal.signal(n, handler)
         gc.collect()        # the run's globals, and with them its lock
 
 
@@ -247,15 +248,63 @@ def test_kill_loses_only_the_work_since_the_last_save(place, tmp_path, capsys):
     assert [s for s, _ in M.checkpoints(out, file='adapter.safetensors')] == [last, last + 1]
 
 
-def test_sigterm_saves(place, tmp_path):
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_signals_save(place, tmp_path, capsys, number):
+    """... and a restart that has nothing left to do evaluates what it prints the table of."""
     out = str(tmp_path / 'run')
-    p = subprocess.Popen(command(place, out, '--epochs=100000', '--eval_interval=0'), stdout=subprocess.PIPE, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    p = subprocess.Popen(command(place, out, '--epochs=100000'), stdout=subprocess.PIPE, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
     for line in p.stdout:
-        if line.startswith('step 3/'):
-            p.send_signal(signal.SIGTERM)
+        if line.startswith('step 6/'):
+            p.send_signal(number)
             break
     rest = p.stdout.read()
-    assert p.wait() == 0 and 'stopped by SIGTERM' in rest and M.latest_checkpoint(out, file='adapter.safetensors')
+    assert p.wait() == 0 and f'stopped by {number.name}' in rest
+    step, evaluated = int(M.latest_checkpoint(out, file='adapter.safetensors').rsplit('-', 1)[1]), M.read_json(f'{out}/evaluation.json')['after_step']
+    text = run(place, out, capsys, '--epochs=100000', f'--max_steps={step}')
+    assert 'nothing left to do' in text and 'val, all' in text and (f'step {step}: val code' in text) == (evaluated != step)
+    assert M.read_json(f'{out}/evaluation.json')['after_step'] == step
+
+
+def test_ctrl_c_twice_ends_at_once(place, tmp_path):
+    out = str(tmp_path / 'run')
+    p = subprocess.Popen(command(place, out, '--eval_interval=0', '--gradient_accumulation=40', '--batch_size=1'), stdout=subprocess.PIPE, text=True,
+                         env=os.environ | {'OMP_NUM_THREADS': '1'})
+    next(line for line in p.stdout if line.startswith('step 1/'))
+    for _ in range(3):                              # within one step of 40 micro-batches; two that come at once are one
+        p.send_signal(signal.SIGINT)
+        time.sleep(0.02)
+    p.stdout.read()
+    assert p.wait() == 130 and not M.checkpoints(out, file='adapter.safetensors')
+
+
+def test_a_signal_in_the_last_step_is_no_stop(place, tmp_path, capsys, monkeypatch):
+    out, pack, calls = str(tmp_path / 'run'), M.pack, []
+
+    def interrupt(rows, cfg, **kw):
+        if not calls:
+            os.kill(os.getpid(), signal.SIGTERM)    # while step 2 takes its rows
+        calls.append(1)
+        return pack(rows, cfg, **kw)
+    run(place, out, capsys, '--max_steps=1', '--gradient_accumulation=1', '--batch_size=8')
+    monkeypatch.setattr(M, 'pack', interrupt)
+    text = run(place, out, capsys, '--max_steps=2', '--gradient_accumulation=1', '--batch_size=8')
+    assert 'step 2: val code' in text and 'val, all' in text and 'stopped' not in text
+    assert M.read_json(f'{out}/checkpoint-2/training_metadata.json')['evaluation']['after_step'] == 2
+
+
+@pytest.mark.parametrize('name, size', [('resume.pt', 0), ('resume.pt', 100), ('resume.pt', 20000), ('adapter.safetensors', 200), ('adapter.safetensors', 0)])
+def test_a_cut_file_is_one_short_line(ten, place, tmp_path, capsys, name, size):
+    out = str(tmp_path / 'run')
+    shutil.copytree(ten[0], out)
+    os.truncate(f'{out}/checkpoint-10/{name}', size)
+    text = run(place, out, capsys, '--train_stop_head', f"--val_corpora={{'other': '{place}/other'}}", code=2)
+    assert text.startswith(f'finetune.py: {out}/checkpoint-10/{name}: cannot be read') and text.count('\n') == 1 and len(text) < 300 + 2 * len(out), text
+    assert text.endswith('; without that folder the run goes on from the one before\n') and 'Traceback' not in text and 'site-packages' not in text
+
+
+@pytest.mark.parametrize('flags', [[], ['--full']])
+def test_the_base_s_own_folder_is_refused(place, capsys, flags):
+    assert 'holds checkpoints of stage pretrain, choose another out_dir' in run(place, f'{place}/base', capsys, *flags, code=2)
 
 
 def test_divergence_is_named(ten, place, tmp_path, capsys):
