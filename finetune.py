@@ -118,7 +118,7 @@ if __name__ == '__main__':
             print('finetune.py: ' + '; '.join(bad), file=sys.stderr)
         sys.exit(2)
 
-    import fcntl, shutil, subprocess
+    import fcntl, itertools, shutil, subprocess
     from contextlib import nullcontext
 
     import torch
@@ -147,9 +147,11 @@ if __name__ == '__main__':
         dist.init_process_group('nccl' if device == 'cuda' else 'gloo')
     say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
-    def fail(message):
-        if rank == 0:
+    def fail(message, everywhere=False):
+        if rank == 0 or everywhere:
             print('finetune.py: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
+        if ddp and everywhere:
+            os._exit(2)                         # other ranks wait in a collective: torchrun ends them when this one is gone
         if ddp:
             dist.destroy_process_group()
         sys.exit(2)
@@ -266,11 +268,34 @@ if __name__ == '__main__':
             row |= {'ref': ref, 'null': null, 'speaker': int(c.rows['speaker'][i]), 'drop': train and rng.random() < cfg.null_prob}
         return row
 
+    def make_batch(numbers, places):
+        """Training rows -> packed batch, how many of them cannot be read: such a row is named and another one takes its place.
+        A row's randomness hangs on seed, epoch and its place in the epoch: not on ranks or batch size."""
+        out = []
+        for i, n in zip(numbers, places):
+            try:
+                out.append(item(corpus, i, repetition, np.random.default_rng([seed, epoch, n]), True))
+            except ValueError as e:
+                print(f'finetune.py: {e}; left out', file=sys.stderr, flush=True)
+                out.append(None)
+        good = [r for r in out if r]
+        if not good:
+            fail(f'no row of {numbers.tolist()} in {data} can be read', everywhere=True)
+        return gepard.pack([r or good[n % len(good)] for n, r in enumerate(out)], cfg), len(out) - len(good)
+
+    def readable(c, numbers):
+        for i in numbers:
+            try:
+                c.codes(i)
+                yield i
+            except ValueError as e:
+                say(f'{e}; not held out')
+
     def held_out(c):
         """Rows of a corpus for evaluation, and of each its groups: all, number of words, language (its source where there is no tag)."""
         pool = c.split('val')
         pool = pool if len(pool) or c is corpus else np.arange(len(c.rows))             # a corpus made to be held out as a whole
-        chosen = np.random.default_rng(seed).permutation(pool)[:eval_rows or None]
+        chosen = np.array([*itertools.islice(readable(c, np.random.default_rng(seed).permutation(pool)), eval_rows or None)], dtype=np.int64)
         sources, tags, groups = c.meta['sources'], c.meta.get('languages', []), []
         for i in chosen:
             words = tokenizer.decode(c.text(i).tolist()).split()
@@ -501,7 +526,7 @@ if __name__ == '__main__':
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    bad_steps, pending, stop_now = 0, [], False
+    bad_steps, bad_rows, pending, stop_now = 0, 0, [], False
     training(True)
     if eval_interval and step == 0 and val:
         evaluate_and_tell()
@@ -511,9 +536,11 @@ if __name__ == '__main__':
             epoch, done = epoch + 1, 0
             order = plan_epoch(epoch)
         now = order[done:done + per_step]
-        # a row's randomness hangs on seed, epoch and its place in the epoch: not on ranks or batch size
-        mine = [range(n, n + batch_size) for n in range(rank * batch_size, per_step, world * batch_size)]
-        parts = [gepard.pack([item(corpus, now[n], repetition, np.random.default_rng([seed, epoch, done + n]), True) for n in part], cfg) for part in mine]
+        parts = []
+        for n in range(rank * batch_size, per_step, world * batch_size):
+            batch, bad = make_batch(now[n:n + batch_size], range(done + n, done + n + batch_size))
+            parts.append(batch)
+            bad_rows += bad
         tokens += sum(len(b['position']) for b in parts)
         # means are over all rows of the step, on all ranks: one gradient for 1x4, 2x2 and 4x1
         n = all_sum(torch.tensor([sum(len(b['codes']) for b in parts), per_step / world], dtype=torch.float32).to(device))
@@ -545,9 +572,9 @@ if __name__ == '__main__':
         if step % log_interval == 0 or step == total_steps or stopping and not ddp:
             stop_now = all_sum(torch.tensor(float(len(stopping)), device=device)).item() > 0    # ranks agree, here only
             settle()
-            code, stop = all_sum(sums).tolist()
+            code, stop, bad = all_sum(torch.cat([sums, sums.new_tensor([bad_rows])])).tolist()
             seconds = (time.time() - clock) / max(step - clock_step, 1)
-            values = {'code': code, 'stop': stop, 'grad_norm': float(norm), 'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch,
+            values = {'code': code, 'stop': stop, 'grad_norm': float(norm), 'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'bad_rows': int(bad),
                       'step_ms': 1000 * seconds, 'tokens_per_s': tokens * world / max(time.time() - clock, 1e-9)}
             record(values)
             eta = int(seconds * (total_steps - step))

@@ -302,6 +302,29 @@ def test_a_cut_file_is_one_short_line(ten, place, tmp_path, capsys, name, size):
     assert text.endswith('; without that folder the run goes on from the one before\n') and 'Traceback' not in text and 'site-packages' not in text
 
 
+def spoil(path, numbers):
+    corpus = prepare.Corpus(path)
+    codes = np.memmap(corpus.files['codes'], dtype='<u2', mode='r+', shape=(corpus.meta['frames'], 8))
+    for i in numbers:
+        codes[corpus.rows['frame_start'][i]] = 60000
+    codes.flush()
+
+
+def test_rows_that_cannot_be_read(place, tmp_path):
+    """One is named and counted and another takes its place, in training and held out; a batch of nothing else is a one-line error."""
+    shutil.copytree(place / 'corpus', tmp_path / 'corpus')
+    held_out = int(np.random.default_rng(1337).permutation(np.arange(40, 48))[0])
+    spoil(tmp_path / 'corpus', [3, held_out])
+    flags = [f'--data={tmp_path}/corpus', '--max_steps=5', '--eval_rows=7']
+    r = subprocess.run(command(place, tmp_path / 'run', *flags), capture_output=True, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    assert r.returncode == 0, r.stderr
+    assert r.stderr.count('row 3 has code 60000') == 1 and f'row {held_out} has code 60000' in r.stdout and 'val 7 held out' in r.stdout
+    assert log(f'{tmp_path}/run', 'bad_rows')[5]['bad_rows'] == 1
+    spoil(tmp_path / 'corpus', range(40))
+    r = subprocess.run(command(place, tmp_path / 'none', *flags), capture_output=True, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'})
+    assert r.returncode == 2 and 'Traceback' not in r.stderr and re.fullmatch(r'finetune.py: no row of \[.*\] in .* can be read', r.stderr.splitlines()[-1]), r.stderr
+
+
 @pytest.mark.parametrize('flags', [[], ['--full']])
 def test_the_base_s_own_folder_is_refused(place, capsys, flags):
     assert 'holds checkpoints of stage pretrain, choose another out_dir' in run(place, f'{place}/base', capsys, *flags, code=2)
