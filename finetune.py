@@ -181,9 +181,11 @@ if __name__ == '__main__':
         if other:
             raise ValueError(f'{out_dir} holds {other}, of a run {"without" if full else "with"} full: choose another out_dir')
         base = gepard.latest_checkpoint(ckpt) or ckpt
+        parent_kind = 'folder' if os.path.isdir(base) else 'hub'        # known now; later the folder may be gone
         if newest:                          # by the base of the time: ckpt may be a run's folder, with a newer checkpoint by now
             metadata = gepard.read_json(os.path.join(newest, 'training_metadata.json'))
             base, before, measured = metadata['parent'], metadata['config'], metadata['evaluation']
+            parent_kind = metadata.get('parent_kind')
             for key in [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]:
                 if key in FIXED:
                     raise ValueError(f'{newest} was made with {key} {before[key]!r}, now it is {config[key]!r}: choose another out_dir')
@@ -396,7 +398,7 @@ if __name__ == '__main__':
             fail(f'the weights are not finite after step {step}; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir, file=file)}')
         moments = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in params.items() if p in optimizer.state}
         if rank == 0:
-            metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'evaluation': measured, 'git': git,
+            metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'evaluation': measured, 'git': git, **({'parent_kind': parent_kind} if parent_kind else {}),
                         'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta} | {'codec_hash': of_file(corpus)},
                         'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}}
 

@@ -87,6 +87,9 @@ def write(folder):
 
 ckpt = (M.latest_checkpoint(ckpt, file='adapter.safetensors') or ckpt).rstrip('/')
 out = out or f'{ckpt}-merged'
+for name in (ckpt, base.rstrip('/')):
+    if name.endswith('.tmp'):
+        fail(f'{name}: a save that was not finished; choose a whole one')
 if not os.path.isdir(ckpt):
     fail(f'{ckpt}: no such folder')
 if not os.path.exists(os.path.join(ckpt, 'adapter.safetensors')):

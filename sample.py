@@ -86,7 +86,7 @@ try:                                                            # before minutes
 except OSError as e:
     fail(f'--out: {e}')
 
-import queue, threading
+import queue, re, threading
 
 import soundfile
 import torch
@@ -104,8 +104,11 @@ except Exception as e:                                          # no such device
 compute = {'auto': torch.bfloat16 if device.startswith('cuda') else torch.float32}.get(dtype) or getattr(torch, dtype, None)
 if compute not in (torch.float32, torch.bfloat16):
     fail(f"--dtype is auto, float32 or bfloat16, got {dtype!r}")
+newest = M.latest_checkpoint(ckpt) or M.latest_checkpoint(ckpt, file='adapter.safetensors') or ckpt
+if os.path.exists(os.path.join(newest, 'adapter.safetensors')):
+    fail(f'{newest}: these are adapters: merge.py makes a checkpoint of them')
 try:
-    gepard, folder = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt, device, compute)
+    gepard, folder = M.load_checkpoint(newest, device, compute)
     cfg = gepard.cfg
     name = os.path.join(folder, 'training_metadata.json')
     stage = M.read_json(name) if os.path.exists(name) else {}
@@ -125,7 +128,10 @@ if list(nano.levels) * nano.groups != list(cfg.levels):
 
 prompts = []
 for where, t in texts:
-    ids = encode_text(tokenizer, tagged(t, language))
+    bare = re.sub(rf'^\s*{re.escape(language)}:', '', t, flags=re.I) if language else t
+    if bare != t:
+        print(f'{where}: has the tag {language.lower()}: already, it is not put twice')
+    ids = encode_text(tokenizer, tagged(bare, language))
     if not ids:
         fail(f'{where}: the tokenizer makes no tokens of {t!r}')
     prompts.append(M.prompt(ids, cfg))

@@ -84,7 +84,9 @@ def check_rotary(cfg, configs):
 
 
 def hub_name(s):
-    return isinstance(s, str) and s.count('/') == 1 and not LOCAL.match(s) and not s.startswith(('out/', 'data/')) and not os.path.exists(s)
+    if not isinstance(s, str) or s in kinds:                    # a stage has said what it was
+        return isinstance(s, str) and kinds[s] == 'hub'
+    return s.count('/') == 1 and not LOCAL.match(s) and not s.startswith(('out/', 'data/')) and not os.path.exists(s)
 
 
 def cut(x):
@@ -161,11 +163,13 @@ parameters ({published_dtype}), reads text and predicts speech, one frame of {le
     return '\n'.join(parts)
 
 
-ckpt = (M.latest_checkpoint(ckpt) or ckpt).rstrip('/')
+ckpt = (M.latest_checkpoint(ckpt) or M.latest_checkpoint(ckpt, file='adapter.safetensors') or ckpt).rstrip('/')
+if ckpt.endswith('.tmp'):
+    fail(f'{ckpt}: a save that was not finished; choose a whole checkpoint')
 if not os.path.isdir(ckpt):
     fail(f'{ckpt}: no such folder')
 if os.path.exists(os.path.join(ckpt, 'adapter.safetensors')):
-    fail(f'{ckpt}: adapters, which are of no use without their base: merge.py makes a checkpoint of them')
+    fail(f'{ckpt}: these are adapters: merge.py makes a checkpoint of them')
 resume = [os.path.relpath(p, ckpt) for pattern in ('resume.pt', 'resume.json', 'resume/*.safetensors') for p in sorted(glob.glob(os.path.join(glob.escape(ckpt), pattern)))]
 lacking = [n for n in REQUIRED if not os.path.isfile(os.path.join(ckpt, n))] + ['resume.pt or resume.json'] * (training_state and not resume)
 if lacking:
@@ -207,6 +211,7 @@ with tempfile.TemporaryDirectory() as tmp:
         M.write_json(files['config.json'], config | {'dtype': name_of} | ({'torch_dtype': name_of} if 'torch_dtype' in config else {}))
         M.write_json(files['gepard_config.json'], gepard_config | {'model_dtype': name_of})
     files |= {n: os.path.join(tmp, n) for n in ('training_metadata.json', 'README.md')}
+    kinds = {m.get('parent'): m['parent_kind'] for m in (*metadata.get('history', []), metadata) if m.get('parent_kind')}
     metadata = cut(metadata)
     M.write_json(files['training_metadata.json'], metadata)
     with open(files['README.md'], 'w', encoding='utf-8') as f:

@@ -145,7 +145,7 @@ def test_ten_steps_say_what_they_do(ten, place):
     config, meta = (M.read_json(f'{out}/checkpoint-10/{n}.json') for n in ('adapter_config', 'training_metadata'))
     assert (config['parent'], config['parent_hash'], config['rank'], config['layers']) == (base, lora.tensors_hash(base), 16, [0, 1])
     assert config['text_repetition'] == M.Config().text_repetition | {'enabled': True}
-    assert (meta['stage'], meta['step'], meta['parent'], meta['corpus']['languages']) == ('finetune', 10, base, ['es'])
+    assert (meta['stage'], meta['step'], meta['parent'], meta['corpus']['languages']) == ('finetune', 10, base, ['es']) and meta['parent_kind'] == 'folder'
     state = adapters(out, 10)
     assert len(state) == 2 * 4 * 2 + 2 and all('.lora_' in k or k.startswith('stop_head') for k in state)
     plain = load_file(f'{base}/model.safetensors')
@@ -334,7 +334,7 @@ def test_divergence_is_named(ten, place, tmp_path, capsys):
     out = str(tmp_path / 'run')
     shutil.copytree(ten[0], out)
     shutil.rmtree(f'{out}/checkpoint-10')
-    flags = ['--max_steps=30', '--train_stop_head', '--max_bad_steps=3', '--learning_rate=1e30', '--eval_interval=0', '--save_interval=4', '--keep_checkpoints=1']
+    flags = ['--max_steps=30', '--train_stop_head', '--max_bad_steps=3', '--learning_rate=1e30', '--eval_interval=0', '--save_interval=4', '--keep_checkpoints=1', f"--val_corpora={{'other': '{place}/other'}}"]
     text = run(place, out, capsys, *flags, code=2)
     assert '3 steps in a row with a non-finite gradient; the newest whole checkpoint is ' + f'{out}/checkpoint-5' in text
     assert [s for s, _ in M.checkpoints(out, file='adapter.safetensors')] == [5]
@@ -370,6 +370,7 @@ def test_base_to_speech(ten, place, hub, tmp_path, capsys):
     after = M.load_checkpoint(merged)[0]
     assert spread(logits(after, batch), logits(live.eval(), batch)) < 2e-5
     meta = M.read_json(f'{merged}/training_metadata.json')
+    assert meta['parent_kind'] == 'folder'
     assert (meta['stage'], [h['stage'] for h in meta['history']], meta['adapter']['rank'], meta['evaluation']['after_step']) == ('finetune', ['pretrain'], 16, 10)
 
     def process(*args):

@@ -1,5 +1,5 @@
 """sample.py as a user runs it, on a small random checkpoint and the offline codec.   pytest tests/test_sample.py"""
-import os, re, runpy, sys
+import os, re, runpy, shutil, sys
 
 import numpy as np
 import pytest
@@ -78,6 +78,25 @@ def test_several_texts_each_as_alone(folder, capsys, tmp_path):
     speak(folder, capsys, '--text=one two', f'--out={tmp_path}/alone.wav', '--max_seconds=1', '--seed=3')
     a, b = (soundfile.read(tmp_path / n)[0] for n in ('t-1.wav', 'alone.wav'))
     assert len(a) == len(b) and np.abs(a - b).max() < 2e-4 and (tmp_path / 't-2.wav').exists()
+
+
+def test_a_tag_is_put_once(folder, capsys, tmp_path):
+    shutil.copytree(folder / 'checkpoint-7', tmp_path / 'es')
+    M.write_json(f'{tmp_path}/es/training_metadata.json', {'corpus': {'languages': ['es']}})
+    wavs = []
+    for n, (text, said) in enumerate([('hola', False), ('es: hola', True), (' ES:hola', True), ('es: es: hola', True)]):
+        printed = speak(tmp_path / 'es', capsys, f'--text={text}', '--language=es', f'--out={tmp_path}/{n}.wav', '--max_seconds=0.5')
+        assert ('has the tag es: already' in printed) == said
+        wavs.append(soundfile.read(f'{tmp_path}/{n}.wav')[0])
+    assert all(np.array_equal(w, wavs[0]) for w in wavs[:3]) and not np.array_equal(wavs[3], wavs[0])       # the last keeps its second one
+
+
+def test_adapters_do_not_speak(folder, capsys, tmp_path):
+    os.makedirs(tmp_path / 'run' / 'checkpoint-3')
+    (tmp_path / 'run' / 'checkpoint-3' / 'adapter.safetensors').write_bytes(b'')
+    for path in ('run', 'run/checkpoint-3'):
+        text = speak(tmp_path / path, capsys, '--text=hi', f'--out={tmp_path}/x.wav', code=2)
+        assert text.endswith(f'\nsample.py: {tmp_path}/run/checkpoint-3: these are adapters: merge.py makes a checkpoint of them\n')
 
 
 @pytest.mark.parametrize('flags, words', [

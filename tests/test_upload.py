@@ -363,7 +363,11 @@ def test_refusals(hub, folder, capsys, tmp_path):
     refused(f'{q}.weight is [64, 31]', weights=lambda s: s | {f'{q}.weight': s[f'{q}.weight'][:, 1:].contiguous()})
     shutil.copytree(folder, tmp_path / 'adapter')
     os.rename(tmp_path / 'adapter' / 'model.safetensors', tmp_path / 'adapter' / 'adapter.safetensors')
-    refused('merge.py makes a checkpoint of them', where=f'{tmp_path}/adapter')
+    refused('adapter: these are adapters: merge.py makes a checkpoint of them', where=f'{tmp_path}/adapter')
+    shutil.copytree(tmp_path / 'adapter', tmp_path / 'run' / 'checkpoint-3')
+    refused('run/checkpoint-3: these are adapters: merge.py', where=f'{tmp_path}/run')
+    shutil.copytree(folder, tmp_path / 'checkpoint-3.tmp')
+    refused('checkpoint-3.tmp: a save that was not finished', where=f'{tmp_path}/checkpoint-3.tmp/')
     for name, words in (('model.safetensors', 'cannot be read as safetensors'), ('tokenizer.json', 'tokenizer.json: '), ('config.json', 'not JSON')):
         cut = tmp_path / f'cut-{name}'
         shutil.copytree(folder, cut)
@@ -395,6 +399,20 @@ def test_paths_are_cut(hub, folder, capsys):
     sent = json.loads(hub.repos['you/name']['files']['training_metadata.json'])
     assert sent['paths'] == {'a': 'speech.csv', 'b': 'clips', 'c': 'a', 'd': 'speech.csv', 'e': 'base', 'f': 'tiny', 'g': 'part1', 'h': 'up'}
     assert sent['kept'] == j['kept'] and 'hub_token' not in sent and 'wandb_entity' not in sent and 'wandb_project' not in sent['config']
+
+
+def test_a_folder_that_looks_like_a_hub_name(hub, folder, capsys, tmp_path, monkeypatch):
+    """The parent's kind is the stage's own word, not what lies on this disk today; without it, as older files are, it is guessed."""
+    os.makedirs(tmp_path / 'models' / 'here')
+    monkeypatch.chdir(tmp_path)
+    for parent, kind, base in (('models/gone', 'folder', None), ('models/here', 'hub', 'models/here'), ('models/gone', None, 'models/gone'), ('models/here', None, None)):
+        stage = {'stage': 'finetune', 'step': 3, 'parent': parent, 'config': {'ckpt': parent}} | ({'parent_kind': kind} if kind else {})
+        M.write_json(f'{folder}/training_metadata.json', stage)
+        upload(capsys, folder)
+        files = hub.repos['you/name']['files']
+        sent = json.loads(files['training_metadata.json'])
+        assert yaml.safe_load(files['README.md'].decode().split('---')[1]).get('base_model') == base, (parent, kind)
+        assert sent['parent'] == sent['config']['ckpt'] == (base or parent.split('/')[1])
 
 
 def test_the_written_contract():
