@@ -450,8 +450,8 @@ if __name__ == '__main__':
         """One line a corpus; the first time it is the base that speaks, with its own text repetition."""
         global measured
         r = evaluate(repetition if step else plain)
-        measured = {'before': measured.get('before', r), 'after_step': step, 'after': r}
-        moved = lambda name: r[name]['all']['code'] - measured['before'].get(name, r)['all']['code']
+        measured = {'before': measured.get('before', {} if step else r), 'after_step': step, 'after': r}
+        moved = lambda name: r[name]['all']['code'] - measured['before'].get(name, {'all': {'code': math.nan}})['all']['code']
         say(f'step {step}: ' + '; '.join(f"{name} code {g['all']['code']:.3f} ({moved(name):+.3f}) stop {g['all']['stop']:.4f}" for name, g in r.items()))
         record({f'{name}_{k}': g['all'][k] for name, g in r.items() for k in ('code', 'stop')})
         if rank == 0:
@@ -464,7 +464,7 @@ if __name__ == '__main__':
         say(f"\n{'':32}{'rows':>6}{'code loss before':>18}{'after':>9}{'moved':>9}{'stop before':>14}{'after':>9}")
         for name, groups in measured['after'].items():
             for g, a in groups.items():
-                b = measured['before'].get(name, {}).get(g, {'code': math.nan, 'stop': math.nan})      # a corpus that joined later
+                b = measured['before'].get(name, {}).get(g, {'code': math.nan, 'stop': math.nan})      # a run that began without evaluations
                 say(f"{name + ', ' + g:32}{a['rows']:>6}{b['code']:>18.3f}{a['code']:>9.3f}{a['code'] - b['code']:>+9.3f}{b['stop']:>14.4f}{a['stop']:>9.4f}")
 
     def curves():

@@ -330,6 +330,13 @@ def test_the_base_s_own_folder_is_refused(place, capsys, flags):
     assert 'holds checkpoints of stage pretrain, choose another out_dir' in run(place, f'{place}/base', capsys, *flags, code=2)
 
 
+def test_evaluations_that_begin_late_have_no_before(place, tmp_path, capsys):
+    out = str(tmp_path / 'run')
+    run(place, out, capsys, '--max_steps=1', '--eval_interval=0')
+    text = run(place, out, capsys, '--max_steps=2')
+    assert re.search(r'^val, all +8 +nan +\d+\.\d+ +\+nan', text, re.M) and M.read_json(f'{out}/evaluation.json')['before'] == {}
+
+
 def test_divergence_is_named(ten, place, tmp_path, capsys):
     out = str(tmp_path / 'run')
     shutil.copytree(ten[0], out)
