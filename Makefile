@@ -43,7 +43,7 @@ demo: $(READY)
 	$(PY) assets/tiny/measure.py --ckpt=out/tiny
 
 test: $(READY)
-	$(PY) -m pytest -q -rs -p no:cacheprovider tests
+	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist loadfile -p no:cacheprovider tests
 
 clean:
 	rm -rf data/speech data/tiny data/tiny.building out/tiny data/spanish data/tiny_spanish* out/spanish* out/tiny_dpo

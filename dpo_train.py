@@ -389,7 +389,7 @@ if step >= total_steps and rank == 0:
     path = os.path.join(base, 'training_metadata.json')
     before = gepard.read_json(path) if os.path.exists(path) else {}
     gepard.save_checkpoint(merged_dir, {k: v.to(weights_dtype) for k, v in merged.items()}, cfg, base, {
-        'stage': 'dpo', 'step': step, 'parent': content['policy'], 'parent_hash': base_hash, 'config': config, 'pairs': len(train), 'counts': content['counts'],
+        'stage': 'dpo', 'step': step, 'parent': content['policy'], 'parent_kind': 'folder' if os.path.isdir(content['policy']) else 'hub', 'parent_hash': base_hash, 'config': config, 'pairs': len(train), 'counts': content['counts'],
         'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'history': before.pop('history', []) + [before] * bool(before)})
     say(f'{merged_dir}: the merged checkpoint')
 if ddp:
