@@ -635,6 +635,8 @@ def test_fine_tuning_rows():
 
 def test_reward():
     """Ours differs where a text or transcript is blank but for punctuation: it counts as empty, and a blank text has no reward."""
+    pytest.importorskip('jiwer', reason='needs jiwer and openai-whisper')
+    pytest.importorskip('whisper', reason='needs jiwer and openai-whisper')
     j = js('reward')
     settings = dict(sec_base='sec_base', sec_per_word='sec_per_word', min_ratio='dur_min_ratio', max_ratio='dur_max_ratio',
                     w_wer='w_wer', w_over='w_over', w_short='w_short', w_empty='w_empty', w_similarity='w_sim')
@@ -665,6 +667,8 @@ def test_reward():
 
 def test_frame_cap():
     """The cap of a rollout: our frames come at 22050/1024 a second, theirs at 21.5."""
+    pytest.importorskip('jiwer', reason='needs jiwer and openai-whisper')
+    pytest.importorskip('whisper', reason='needs jiwer and openai-whisper')
     j = js('reward')
     c, r = j['rollout_cap_config'], j['config']
     for case in j['cases']:
