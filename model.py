@@ -752,7 +752,7 @@ class Decoder:
     A guided row has a second one without text beside it during its guided frames. See `generate` for the settings.
 
     slots: rows at once; prompt: longest prompt, prefix included; frames: largest frame cap; compile: torch.compile the step's
-    parts (GPU; seconds at the start, less than half the time a step)."""
+    parts (GPU; seconds at the start)."""
     ended = (None, 'max_frames', 'force_stop_frames', 'stop_head')
 
     def __init__(self, model, slots, prompt, frames, *, temperature=0.4, top_k=0, stop_threshold=0.5, cfg_scale=1.0, cfg_frames=20,

@@ -75,7 +75,7 @@ wandb_project = ''              # '' = off
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 on cuda, float32 on cpu; masters are always float32
 parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit
-recompute = False               # layers run twice instead of keeping their insides: less memory, a third more time
+recompute = False               # layers run twice instead of keeping their insides: less memory, more time
 compile = True                  # torch.compile, on a GPU only; a minute or two at the start
 peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
 num_workers = 2                 # processes that pack batches ahead; 0 = in this process

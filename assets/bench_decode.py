@@ -1,7 +1,7 @@
 """
 Speed and correctness of generation on a GPU: the released 14-layer shape, random weights, bfloat16.
 
-    python assets/bench_decode.py                       # all of it: about three minutes on one H200
+    python assets/bench_decode.py                       # all of it, on one GPU
     python assets/bench_decode.py --layers=2 --slots=8 --groups=4 --checks=true --device=cpu        # does it run at all
 
 Lengths: prompts of 1 to 20 words, 8 rollouts each, a rollout is 0.7 to 1.3 times as long as the words need (the stop head of
