@@ -37,7 +37,7 @@ weights:
 
 demo: $(READY)
 	$(PY) assets/tiny/make_speech.py
-	$(PY) prepare.py config/tiny_prepare.py
+	OMP_NUM_THREADS=1 $(VENV)/bin/torchrun --nproc_per_node=2 prepare.py config/tiny_prepare.py
 	$(PY) pretrain.py config/tiny.py
 	$(PY) sample.py --ckpt=out/tiny --text="four two seven" --ref=data/speech/wav/cedar/eval01.wav --temperature=0.2 --out=out/tiny/four_two_seven.wav
 	$(PY) assets/tiny/measure.py --ckpt=out/tiny

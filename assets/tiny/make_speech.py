@@ -1,6 +1,6 @@
 """Make the offline profile's speech: wav files and their tables, from a small spoken language and one packaged voice.
 
-    python assets/tiny/make_speech.py                 # 12,840 clips of 8 voices, under two minutes on two cores
+    python assets/tiny/make_speech.py                 # 12,840 clips of 8 voices, about a minute on two cores
 
 Writes into out_dir: wav/VOICE/*.wav (24 kHz, PCM16), speech.csv (audio,text,speaker: what the model learns from),
 eval.txt (40 held-out texts: known words, combinations that are not in speech.csv), eval.csv (the same texts spoken by
@@ -9,7 +9,7 @@ second run makes only what is missing. The voices are the one inside hibari-tts 
 speech on one core) with its spectral envelope and pitch warped before its vocoder, so they share one way of
 speaking and differ in timbre and pitch: enough to test cloning, not style.
 """
-import csv, json, multiprocessing, os, random, sys, time
+import csv, functools, json, multiprocessing, os, random, sys, time
 import numpy as np
 
 # ----------------------------------------------------------------------------
@@ -72,13 +72,18 @@ def plan():
     evaluation = [(f'wav/{voice}/eval{i:02d}.wav', text, voice) for i, text in enumerate(held_out) for voice in [EVAL_VOICES[i % 4]]]
     return train, evaluation
 
+@functools.lru_cache(1)                                         # the network is most of the work, and the voices share it
+def spectrum(tts, text):
+    """hibari's network: per 12.5 ms frame, log-magnitudes of the harmonic part (lh, with phase th), of noise (ln) and of
+    a free-phase part (lr, phi), 601 bins of 20 Hz, and F0."""
+    ids = tts.ids(''.join(tts.phonemize(text + '.')))
+    return [o[0] for o in tts.sess.run(None, {'ids': np.array([ids], np.int64), 'speed': np.ones(1, np.float32)})]
+
 def speak(tts, text, voice, rng):
-    """-> float32 at 24 kHz, silence trimmed to 60 ms. hibari's network gives, per 12.5 ms frame, log-magnitudes of the harmonic part (lh, with
-    phase th), of noise (ln) and of a free-phase part (lr, phi), 601 bins of 20 Hz, and F0; warping these is warping the speaker."""
+    """-> float32 at 24 kHz, silence trimmed to 60 ms. Warping the spectrum and F0 is warping the speaker."""
     from hibari import dsp
     alpha, beta, tilt = VOICES[voice]
-    ids = tts.ids(''.join(tts.phonemize(text + '.')))
-    lh, th, ln, lr, phi, f0 = (o[0] for o in tts.sess.run(None, {'ids': np.array([ids], np.int64), 'speed': np.ones(1, np.float32)}))
+    lh, th, ln, lr, phi, f0 = spectrum(tts, text)
     k = np.minimum(np.arange(len(lh)) / alpha, len(lh) - 1)    # output bin <- input bin: formants move by alpha
     low, w = np.floor(k).astype(int), (k % 1)[:, None].astype(np.float32)
     lh, th, ln, lr = (x[low] * (1 - w) + x[np.minimum(low + 1, len(k) - 1)] * w for x in (lh, th, ln, lr))
@@ -146,7 +151,7 @@ if __name__ == '__main__':
         json.dump(settings, f)
     os.replace(stamp + '.tmp', stamp)
 
-    rows, start, seconds = train + evaluation, time.time(), 0.0
+    rows, start, seconds = sorted(train + evaluation, key=lambda r: r[1]), time.time(), 0.0     # by text, for spectrum's cache
     blocks = [rows[i:i + 40] for i in range(0, len(rows), 40)]
     with multiprocessing.get_context('fork').Pool(num_workers) as pool:                     # forked workers see the resolved settings
         for i, s in enumerate(pool.imap(make, blocks), 1):
