@@ -128,8 +128,9 @@ def make_step(mode, model, optimizer, dtype):
             return model(batch)
         f, b = len(batch['codes']), len(batch['last_at'])
         return M.losses(model(batch), batch, model.cfg, {'frames': f, 'stops': f + b, 'rows': b}, 0.3, 0.3)
-    if mode == 'compiled':
-        forward = torch.compile(forward, dynamic=True)
+    if mode == 'compiled':                                          # by layer, as in pretrain.py
+        for part in (*model.model.layers, model.ref_compressor):
+            part.compile(dynamic=True)
 
     def step(batch):
         with torch.autocast(device, torch.bfloat16) if dtype == 'bfloat16' else nullcontext():

@@ -232,8 +232,9 @@ def rotate(x, cos, sin):
 
 
 def side_by_side(x, *linears):
-    """Bias-free linears that read the same x, as one matrix product: fewer and larger GEMMs. Adapters are applied one by one."""
-    if any(type(m) is not nn.Linear for m in linears):
+    """Bias-free linears that read the same x, as one matrix product: fewer and larger GEMMs. One by one for adapters, and for a row
+    or two, which do not repay joining the weights."""
+    if len(x) <= 2 or any(type(m) is not nn.Linear for m in linears):
         return [m(x) for m in linears]
     return F.linear(x, torch.cat([m.weight for m in linears])).split([m.out_features for m in linears], -1)
 
@@ -712,7 +713,8 @@ def write_cache(cache: torch.Tensor, row: torch.Tensor, pos: torch.Tensor, kv: t
 def cached_attention(q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, pos: torch.Tensor, used: torch.Tensor,
                      q_start: torch.Tensor, k_start: torch.Tensor, room: int) -> torch.Tensor:
     """One token a row: write_cache, then attention to the first `used` = pos + 1 places of each row. q [n, group, kv heads, hd]: the query
-    heads that share a key head stand as that many queries, so no key is repeated. room: what is used at most (of the path in fp32)."""
+    heads that share a key head stand as that many queries, so no key is repeated. room: what is used at most (of the path in fp32).
+    A Triton kernel in place of both gave 7% more rollouts a second at 512 rows and nothing at one (H200): not worth its 50 lines."""
     cache[row, pos] = kv
     if q.is_cuda and q.dtype != torch.float32:      # reads only what is used, whatever the cache's size: the step's shape never changes
         keys, values = cache.flatten(0, 1).unbind(1)
@@ -742,8 +744,9 @@ def cached(where, q, k, v):
 
 
 @functools.cache
-def compiled(function):
-    return torch.compile(function, dynamic=True)
+def compiled(function, tuned):
+    """tuned: inductor then writes products of a matrix and a single row as kernels of its own, twice as fast as cuBLAS there."""
+    return torch.compile(function, dynamic=True, options={'coordinate_descent_tuning': tuned})
 
 
 class Decoder:
@@ -772,11 +775,11 @@ class Decoder:
         self.blind = [s['start_of_text'], s['end_of_text'], s['start_of_speech']] if uncond == 'empty_text' else [s['start_of_speech']]
         self.prompt = max(prompt, cfg.num_queries + 3)              # the prompt without text may be the longest
         self.room, rows = self.prompt + frames, slots * (1 + self.guided)
-        self.run_part = (lambda f: compiled(f)) if compile and dev.type == 'cuda' else (lambda f: f)
-        self.graphs, self.pool = {}, None                           # by number of rows, where the device has graphs
+        self.run_part = (lambda f: compiled(f, slots == 1)) if compile and dev.type == 'cuda' else (lambda f: f)
+        self.graphs, self.pool = {}, None                           # what was recorded, where the device has graphs
         self.busy = {}                                              # slot -> [job, its second row, steps done, longest it can be]
-        # rows: the slots, then the second rows of guided ones
-        self.cache = [torch.zeros(rows, self.room, 2, cfg.num_key_value_heads, cfg.head_dim, device=dev, dtype=dtype) for _ in model.model.layers]
+        # rows: the slots, then the second rows of guided ones; beside a single slot, one for what fills up a prompt
+        self.cache = [torch.zeros(rows + (slots == 1), self.room, 2, cfg.num_key_value_heads, cfg.head_dim, device=dev, dtype=dtype) for _ in model.model.layers]
         self.h = torch.zeros(rows, cfg.hidden_size, device=dev, dtype=dtype)        # the output that the next frame is drawn from
         self.length, self.source = torch.zeros(rows, dtype=torch.long, device=dev), torch.arange(rows, device=dev) % slots
         whole = lambda: torch.zeros(slots, dtype=torch.long, device=dev)
@@ -815,14 +818,39 @@ class Decoder:
         x = model.model.embed_tokens(tensor(ids)).to(self.dtype)
         if voiced.any():
             x[tensor(np.flatnonzero(voiced))] = torch.cat([prefix for _, _, prefix in prompts if prefix is not None]).to(dev, self.dtype)
-        rows = np.array([r for r, *_ in prompts])
-        row, pos = tensor(np.repeat(rows, sizes)), tensor(pos)
-        cos, sin = rotary(pos, model.cfg)
-        for layer, cache in zip(model.model.layers, self.cache):
-            x = self.run_part(Layer.forward)(layer, x, cos, sin, filling, (cache, row, pos, tensor(cu).int(), self.prompt))
-        rows = tensor(rows)
-        self.h[rows] = model.model.norm(x[tensor(cu[1:] - 1)])
+        rows, last = tensor([r for r, *_ in prompts]), tensor(cu[1:] - 1)
+        row, pos, cu = rows.repeat_interleave(tensor(sizes), output_size=len(x)), tensor(pos), tensor(cu)
+        if self.slots == 1:                 # somebody waits for the first frame: a graph, for each 64 tokens more
+            n = 64 - len(x) % 64
+            x, row, pos, cu = F.pad(x, (0, 0, 0, n)), F.pad(row, (0, n), value=len(self.cache[0]) - 1), F.pad(pos, (0, n)), F.pad(cu, (0, 1), value=len(x) + n)
+            x = self.replay(('prompt', len(x)), self.prefill, x, row, pos, cu)
+        else:
+            x = self.prefill(x, row, pos, cu)
+        self.h[rows] = model.model.norm(x[last])
         self.length[rows] = tensor(sizes)
+
+    def prefill(self, x, row, pos, cu):
+        """Prompts end to end: x [N, d] their vectors, row and pos [N] where each goes, cu [prompts + 1] their boundaries -> [N, d]"""
+        cos, sin = rotary(pos, self.model.cfg)
+        for layer, cache in zip(self.model.model.layers, self.cache):
+            x = self.run_part(Layer.forward)(layer, x, cos, sin, filling, (cache, row, pos, cu.int(), max(self.prompt, 64)))
+        return x
+
+    def replay(self, key, function, *inputs):
+        """function(*inputs), as one CUDA graph for each key: the first call runs as it is (and warms up), the second is recorded."""
+        if self.dev.type != 'cuda' or key not in self.graphs:
+            self.graphs[key] = None
+            return function(*inputs)
+        if self.graphs[key] is None:
+            graph, held = torch.cuda.CUDAGraph(), [t.clone() for t in inputs]
+            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode='thread_local'):        # others may use the GPU
+                out = function(*held)
+            self.graphs[key], self.pool = (graph, held, out), graph.pool()
+        graph, held, out = self.graphs[key]
+        for there, given in zip(held, inputs):
+            there.copy_(given)
+        graph.replay()
+        return out
 
     def choose(self, n):
         """Draws every slot's next frame -> its embedding for each of the first n rows, their positions' angles."""
@@ -879,21 +907,11 @@ class Decoder:
 
     @torch.no_grad()
     def step(self):
-        """One frame of every slot. The number of rows moves in eighths, each with its own graph: the first step of a kind runs
-        as it is (and warms up), the second is recorded."""
+        """One frame of every slot. The number of rows moves in eighths, each with its own graph."""
         seconds = [1 + second - self.slots for _, second, steps, _ in self.busy.values() if self.guided and steps < self.cfg_frames]
         eighth = max(1, self.slots // 8)
         n = self.slots + min(self.slots, -(-max(seconds, default=0) // eighth) * eighth)
-        if self.dev.type != 'cuda' or n not in self.graphs:
-            self.graphs[n] = None
-            self.one_step(n)
-        else:
-            if self.graphs[n] is None:
-                self.graphs[n] = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(self.graphs[n], pool=self.pool, capture_error_mode='thread_local'):   # others may use the GPU
-                    self.one_step(n)
-                self.pool = self.graphs[n].pool()
-            self.graphs[n].replay()
+        self.replay(n, functools.partial(self.one_step, n))
         for b in self.busy.values():
             b[2] += 1
 

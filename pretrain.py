@@ -76,7 +76,7 @@ device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 on cuda, float32 on cpu; masters are always float32
 parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit
 recompute = False               # layers run twice instead of keeping their insides: less memory, more time
-compile = True                  # torch.compile, on a GPU only; a minute or two at the start
+compile = True                  # torch.compile by layer, on a GPU only; half a minute or more at the start
 peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
 num_workers = 2                 # processes that pack batches ahead; 0 = in this process
 seed = 1337
@@ -392,7 +392,9 @@ if not sharded:
     model.cfg = cfg
 model.train()
 model.model.recompute = recompute
-if compile and cuda and ddp:                # by layer, so that ranks can talk between them; 14 layers share one graph
+# by layer: 14 layers share one graph, for any number of tokens, and ranks can talk between them. The whole step as one graph took more than
+# three minutes to compile and was no faster (66.1 ms and 66.5, H200)
+if compile and cuda:
     for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
         part.compile(dynamic=True)
 if sharded:
@@ -697,7 +699,7 @@ norms = torch.zeros(len(PARTS), device=device)
 
 def micro_step(batch, n, w):
     """One micro-batch -> what to differentiate, what to log ([TALLY, loss of each channel], parts of the step's means).
-    n: frames and rows of the whole step, w: weights of the regularizers; tensors, so that nothing compiles again."""
+    n: frames and rows of the whole step, w: weights of the regularizers; on the device, so that the host waits for nothing."""
     with cast:
         out = net(batch)
         r = gepard.losses(out, batch, cfg, {'frames': n[0], 'stops': n[0] + n[1], 'rows': n[1]}, w[0], w[1], supcon_share=1 / gradient_accumulation)
@@ -710,8 +712,6 @@ def micro_step(batch, n, w):
         seen = torch.cat([torch.stack([x.float() for x in seen]), r['level'].float()])
     return r['total'] * world, seen                                     # DDP and FSDP average over ranks; ours are parts of one sum
 
-if compile and cuda and not ddp:            # forward, losses and telemetry in one graph, for any number of tokens: least work for the host
-    micro_step = torch.compile(micro_step, dynamic=True)
 batches, bad_steps, bad_rows, pending = None, 0, 0, []
 clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
 start_time, start_step = time.time(), step

@@ -30,6 +30,7 @@ repetition_penalty = 1.0        # 1.0 = off
 seed = 0
 stream = False                  # write audio as it is made, stream_frames at a time (one text)
 stream_frames = 10              # 0.46 s
+compile = False                 # GPU: half a minute of compiling first, then a fraction of the time: for many texts, or to measure speed
 codec = ''                      # '' = the checkpoint's
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # 'auto' = bfloat16 on cuda, float32 on cpu
@@ -86,7 +87,7 @@ try:                                                            # before minutes
 except OSError as e:
     fail(f'--out: {e}')
 
-import queue, re, threading
+import functools, queue, re, threading
 
 import soundfile
 import torch
@@ -101,6 +102,8 @@ try:
     torch.zeros(1, device=device).cpu()
 except Exception as e:                                          # no such device, or a torch without it: several types
     fail(f'--device={device}: ' + (str(e).splitlines() or [type(e).__name__])[0])
+if compile and not device.startswith('cuda'):
+    fail('--compile needs a GPU')
 compute = {'auto': torch.bfloat16 if device.startswith('cuda') else torch.float32}.get(dtype) or getattr(torch, dtype, None)
 if compute not in (torch.float32, torch.bfloat16):
     fail(f"--dtype is auto, float32 or bfloat16, got {dtype!r}")
@@ -149,8 +152,15 @@ if ref:
     voice = nano.encode([clip[:max(nano.hop, int(min(max_ref_seconds, 1e6) * nano.sample_rate))]])[0]
 if cfg.num_queries and prefix != 'none':
     vectors = gepard.voices([voice]).expand(len(prompts), -1, -1)       # without a reference: the null prefix
-settings = dict(max_frames=max_frames, temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale,
-                cfg_frames=cfg_frames, repetition_penalty=repetition_penalty, seeds=list(range(seed, seed + len(prompts))))
+settings = dict(temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale, cfg_frames=cfg_frames, repetition_penalty=repetition_penalty)
+speak = functools.partial(M.generate, gepard, prompts, vectors, max_frames=max_frames, seeds=list(range(seed, seed + len(prompts))), **settings)
+if compile:
+    decoder = M.Decoder(gepard, len(prompts), max(map(len, prompts)) + (0 if vectors is None else cfg.num_queries), max_frames, compile=True, **settings)
+    start = time.time()
+    for _ in range(2):                                          # the first compiles, the second records
+        M.generate(gepard, prompts, vectors, max_frames=min(4, max_frames), decoder=decoder)
+    speak = functools.partial(speak, decoder=decoder)
+    print(f'compiled in {time.time() - start:.0f} s')
 
 
 def pieces(frames):
@@ -171,13 +181,13 @@ start, first = time.time(), None
 if stream:
     frames, result = queue.Queue(), []
 
-    def speak():
+    def work():
         try:
-            result.extend(M.generate(gepard, prompts, vectors, on_frame=lambda step, codes, running: frames.put(codes[0].cpu()), **settings))
+            result.extend(speak(on_frame=lambda step, codes, running: frames.put(codes[0].cpu())))
         except Exception as e:
             result.append(e)
         frames.put(None)
-    threading.Thread(target=speak, daemon=True).start()
+    threading.Thread(target=work, daemon=True).start()
     audio = []
     with soundfile.SoundFile(wav_name(0), 'w', nano.sample_rate, 1, format='WAV') as f:
         for piece in nano.stream(pieces(frames)):
@@ -190,7 +200,7 @@ if stream:
     import numpy as np
     wavs, lm = [np.concatenate(audio)], time.time() - start
 else:
-    result = M.generate(gepard, prompts, vectors, **settings)
+    result = speak()
     lm = time.time() - start
     wavs = nano.decode([r['codes'].cpu() for r in result])
 total = time.time() - start

@@ -17,8 +17,6 @@ slots = (512,)                  # rollouts at once, e.g. --slots=512,1024
 groups = 1024                   # prompts; 8 rollouts each
 compile = True                  # False: CUDA graphs alone
 checks = True                   # the correctness checks
-split = True                    # also with the Triton kernel below in the place of flash attention
-tune = True                     # also batch 1 with inductor's coordinate descent (a while at the start; comes last)
 profile = True                  # where the time of a step goes
 device = 'cuda'
 # -----------------------------------------------------------------------------
@@ -162,7 +160,7 @@ if compile:
 
 # ---- rollouts
 
-def rollouts(slots, profile_too):
+def rollouts(slots):
     for n in slots:
         for kw in (dict(), dict(cfg_scale=3.0, cfg_frames=20)):
             fresh()
@@ -179,7 +177,7 @@ def rollouts(slots, profile_too):
                 memory = torch.cuda.max_memory_allocated() / 2 ** 30 if device == 'cuda' else 0
                 print(f'{n} slots {kw}, looked at every {every} steps: {frames / FRAME_RATE / spent:,.0f} s of audio a second, {len(jobs) / spent:.0f} rollouts/s, '
                       f'{spent:.1f} s, {len(d.graphs)} graphs, {memory:.0f} GiB (warm-up {warm:.0f} s)', flush=True)
-            if not kw and profile_too:
+            if not kw:
                 with torch.no_grad():
                     d.busy.clear()
                     wait()
@@ -195,96 +193,4 @@ def rollouts(slots, profile_too):
 jobs = jobs_of(groups)
 seconds = sum(j[3] for j in jobs) / FRAME_RATE
 print(f'rollouts: {groups} groups of 8, {seconds:.0f} s of audio, {seconds / len(jobs):.2f} s and {np.mean([len(j[0]) for j in jobs]):.0f} text tokens each', flush=True)
-rollouts(slots, True)
-
-# ---- the alternative to flash attention: one kernel that writes the cache too, split over the row's length where rows are few
-
-if split and device == 'cuda':
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def _decode_attention(q, kv, cache, position, out, lse, row_stride, scale, splits,
-                          G: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, BLOCK: tl.constexpr):
-        r, h, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-        pos = tl.load(position + r)
-        share = tl.cdiv(pos + 1, splits)
-        start = split * share
-        end = tl.minimum(start + share, pos + 1)
-        g, d = tl.arange(0, 16), tl.arange(0, HD)                           # a tensor core wants 16 rows
-        at = ((r * G + g[:, None]) * KV + h) * HD + d[None, :]              # of q and out [n, G, KV, HD]
-        queries = tl.load(q + at, mask=g[:, None] < G, other=0.0)
-        new = (r * 2 * KV + h) * HD + d                                     # of kv [n, 2, KV, HD]
-        new_k, new_v = tl.load(kv + new), tl.load(kv + new + KV * HD)
-        base = cache + r.to(tl.int64) * row_stride + h * HD                 # cache [rows, places, 2, KV, HD]
-        if (pos >= start) & (pos < end):
-            tl.store(base + pos * (2 * KV * HD) + d, new_k)
-            tl.store(base + pos * (2 * KV * HD) + KV * HD + d, new_v)
-        top = tl.full([16], float('-inf'), tl.float32)
-        total = tl.zeros([16], tl.float32)
-        acc = tl.zeros([16, HD], tl.float32)
-        for first in range(start, end, BLOCK):
-            t = first + tl.arange(0, BLOCK)
-            there = base + t[:, None] * (2 * KV * HD) + d[None, :]
-            old, own = (t < tl.minimum(end, pos))[:, None], (t == pos)[:, None]
-            k = tl.where(own, new_k[None, :], tl.load(there, mask=old, other=0.0))          # [BLOCK, HD]
-            v = tl.where(own, new_v[None, :], tl.load(there + KV * HD, mask=old, other=0.0))
-            s = tl.where((t < end)[None, :], tl.dot(queries, tl.trans(k)) * scale, float('-inf'))
-            m = tl.maximum(top, tl.max(s, 1))
-            p, shrink = tl.exp(s - m[:, None]), tl.exp(top - m)
-            total = total * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
-            top = m
-        o = (r * splits + split) * G * KV * HD + (g[:, None] * KV + h) * HD + d[None, :]    # of out [n, splits, G, KV, HD]
-        tl.store(out + o, acc / tl.maximum(total, 1e-30)[:, None], mask=g[:, None] < G)
-        tl.store(lse + (r * splits + split) * G * KV + g * KV + h, top + tl.log(total), mask=g < G)
-
-
-    @torch.library.custom_op('gepard::split_attention', mutates_args=('cache',))
-    def split_attention(q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, pos: torch.Tensor, splits: int) -> tuple[torch.Tensor, torch.Tensor]:
-        n, g, heads, hd = q.shape
-        out = torch.empty(n, splits, g, heads, hd, device=q.device, dtype=torch.float32)
-        lse = torch.empty(n, splits, g, heads, device=q.device, dtype=torch.float32)
-        _decode_attention[(n, heads, splits)](q, kv, cache, pos, out, lse, cache.stride(0), hd ** -0.5, splits, G=g, KV=heads, HD=hd, BLOCK=32, num_warps=4, num_stages=2)
-        return out, lse
-
-
-    @split_attention.register_fake
-    def _(q, kv, cache, pos, splits):
-        n, g, heads, hd = q.shape
-        return q.new_empty(n, splits, g, heads, hd, dtype=torch.float32), q.new_empty(n, splits, g, heads, dtype=torch.float32)
-
-
-    def split_cached(where, q, k, v):
-        cache, row, pos = where[:3]
-        n = len(q)
-        splits = 16 if n <= 4 else 4 if n <= 32 else 1
-        q = q.unflatten(1, (k.shape[1], -1)).transpose(1, 2).contiguous()
-        y, lse = split_attention(q, torch.stack((k, v), 1), cache, pos, splits)
-        y = y[:, 0] if splits == 1 else (y * lse.softmax(1)[..., None]).sum(1)
-        return y.to(q.dtype).transpose(1, 2).flatten(1, 2)
-
-    flash, M.cached = M.cached, split_cached
-    print('with the Triton kernel:')
-    if checks:
-        fresh()
-        for kw in (dict(), dict(cfg_scale=3.0)):
-            got = speak(model, few, 24, **kw)
-            rows = [{'text': j[0], 'prefix': j[1], 'codes': fold(r['codes']).numpy()} for j, r in zip(few, got)]
-            batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in M.pack(rows, cfg).items()}
-            with torch.no_grad():
-                tokens, _, frames = M.trajectory_logprob(model(batch), batch, torch.ones(len(rows), dtype=torch.bool, device=device))
-            own = torch.stack([r['logp'].sum() for r in got]).to(device)
-            print(f'bf16 {kw}: log-prob a frame differs from one packed forward by at most {float(((tokens - own) / frames).abs().max()):.4f}', flush=True)
-    d = single(compile=compile)
-    d.fill({0: (0, *jobs[0][:3], 200)})
-    profiled(d, 10, 'batch 1, Triton kernel')
-    rollouts(slots[:1], True)
-
-if tune and compile:
-    import torch._inductor.config
-    torch._inductor.config.coordinate_descent_tuning = True
-    print('with coordinate descent:')
-    d = single(compile=True)
-    d.fill({0: (0, *jobs[0][:3], 200)})
-    profiled(d, 10, 'batch 1, tuned')
+rollouts(slots)
