@@ -701,21 +701,12 @@ def gumbel(key, frame, channels, width):
     return -(-((bits.float() + 0.5) / (1 << 23)).log()).log().view(-1, channels, width)
 
 
-# Two opaque ops, so that torch.compile neither copies the cache nor looks inside
+# Opaque to torch.compile, which would otherwise read all of the cache
 
-@torch.library.custom_op('gepard::write_cache', mutates_args=('cache',))
-def write_cache(cache: torch.Tensor, row: torch.Tensor, pos: torch.Tensor, kv: torch.Tensor) -> None:
-    """kv [n, 2, kv heads, hd] -> place pos [n] of row [n] of the cache [rows, places, 2, kv heads, hd]."""
-    cache[row, pos] = kv
-
-
-@torch.library.custom_op('gepard::cached_attention', mutates_args=('cache',))
-def cached_attention(q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, row: torch.Tensor, pos: torch.Tensor, used: torch.Tensor,
-                     q_start: torch.Tensor, k_start: torch.Tensor, room: int) -> torch.Tensor:
-    """One token a row: write_cache, then attention to the first `used` = pos + 1 places of each row. q [n, group, kv heads, hd]: the query
-    heads that share a key head stand as that many queries, so no key is repeated. room: what is used at most (of the path in fp32).
-    A Triton kernel in place of both gave 7% more rollouts a second at 512 rows and nothing at one (H200): not worth its 50 lines."""
-    cache[row, pos] = kv
+@torch.library.custom_op('gepard::cached_attention', mutates_args=())
+def cached_attention(q: torch.Tensor, cache: torch.Tensor, used: torch.Tensor, q_start: torch.Tensor, k_start: torch.Tensor, room: int) -> torch.Tensor:
+    """Attention of one token a row to the first `used` places of its row in the cache [rows, places, 2, kv heads, hd]. q [n, group, kv heads, hd]:
+    the query heads that share a key head stand as that many queries, so no key is repeated. room: what is used at most (of the path in fp32)."""
     if q.is_cuda and q.dtype != torch.float32:      # reads only what is used, whatever the cache's size: the step's shape never changes
         keys, values = cache.flatten(0, 1).unbind(1)
         return torch.ops.aten._flash_attention_forward(q.flatten(0, 1), keys, values, q_start, k_start, q.shape[1], cache.shape[1], 0.0,
@@ -726,21 +717,23 @@ def cached_attention(q: torch.Tensor, kv: torch.Tensor, cache: torch.Tensor, row
 
 
 @cached_attention.register_fake
-def _(q, kv, cache, row, pos, used, q_start, k_start, room):
+def _(q, cache, used, q_start, k_start, room):
     return torch.empty_like(q)
 
 
 def filling(where, q, k, v):
-    """`attend` for packed prompts: packed_attention that leaves keys and values in the cache."""
+    """`attend` for packed prompts: packed_attention that leaves keys and values in the cache, at place pos [N] of row [N]."""
     cache, row, pos, *boundaries = where
-    write_cache(cache, row, pos, torch.stack((k, v), 1))
+    cache[row, pos] = torch.stack((k, v), 1)
     return packed_attention(boundaries, q, k, v)
 
 
 def cached(where, q, k, v):
-    """`attend` for one token a row. where: cached_attention's arguments after kv."""
+    """`attend` for one token a row. where: cache, row, pos as above, then cached_attention's arguments after the cache."""
+    cache, row, pos, *rest = where
+    cache[row, pos] = torch.stack((k, v), 1)                                        # in place when compiled, too, and in one kernel with rotary
     q = q.unflatten(1, (k.shape[1], -1)).transpose(1, 2).contiguous()               # [n, group, kv heads, hd]
-    return cached_attention(q, torch.stack((k, v), 1), *where).transpose(1, 2).flatten(1, 2)
+    return cached_attention(q, cache, *rest).transpose(1, 2).flatten(1, 2)
 
 
 @functools.cache
