@@ -5,8 +5,8 @@
 
 Written to out_dir: wav/VOICE/*.flac, speech.csv (audio,text,speaker: what is learned), eval.csv (held-out texts, each said by a voice of
 speech.csv and by one that is not there; columns bucket: words of the text, and kind: seen or unseen), voices.csv (a reference clip
-of each voice that eval.csv has), heldout.jsonl (the held-out texts as prompts of dpo_sample.py) and prompts.jsonl (those that preference training rolls out; known
-words alone, new sentences). No held-out text is in speech.csv; a held-out single word is said there in sentences only.
+of each voice that is measured), heldout.jsonl (the texts of eval.csv as prompts of dpo_sample.py) and prompts.jsonl (what preference training rolls out: single words,
+new sentences). No held-out text is in speech.csv; a held-out single word is said there in sentences only. Bucket `known`: single words that are in it, but not in prompts.jsonl.
 The same settings give the same bytes; a second run makes only what is missing. DIR: see assets/tiny/make_codec_data.py, whose synthesis this is.
 """
 import csv, json, multiprocessing, os, random, re, sys, time
@@ -17,7 +17,7 @@ out_dir = 'data/proof'
 kokoro = ''                 # folder of Kokoro's files; '' = no Kokoro voices
 per_voice = 600             # clips of each of the 48 warps in speech.csv; a clip has 3.1 s
 per_kokoro = 20             # clips of each Kokoro voice, about 3 s of CPU time each; a fast and a slow replay make two voices more of it
-per_bucket = 20             # held-out texts of each length, and twice as many single words
+per_bucket = 20             # held-out texts of each length, and as many single words that are not held out
 num_workers = 2             # processes
 seed = 0                    # of texts and of the vocoder's noise
 # ----------------------------------------------------------------------------
@@ -96,7 +96,7 @@ def unseen(name):
 
 def plan():
     """-> training rows, evaluation rows, reference rows: (path in out_dir, text, voice, ..); prompts by category."""
-    rng, held, n = random.Random(seed), {}, lambda bucket: per_bucket * (1 + (bucket == '1'))
+    rng, held = random.Random(seed), {}
     def new(bucket, taken):
         while (text := sentence(bucket, rng)) in taken:
             pass
@@ -104,13 +104,16 @@ def plan():
     phrases = {p[0].upper() + p[1:] + '.' for k in ('FEW', 'WHEN', 'SOON') for p in GRAMMAR[k]}         # their words are said nowhere else
     for bucket in BUCKETS:
         held[bucket] = []
-        while len(held[bucket]) < n(bucket):
+        while len(held[bucket]) < per_bucket:
             held[bucket].append(new(bucket, phrases | {t for h in held.values() for t in h}))
     closed = {t for h in held.values() for t in h}
     prompts = {b: [] for b in ('1', '2-3', '8-14')}
     for bucket, count in (('1', 60), ('2-3', 20), ('8-14', 20)):            # single words are those that training hears alone
         while len(prompts[bucket]) < count:
             prompts[bucket].append(new(bucket, closed | set(prompts[bucket])))
+    held['known'] = []
+    while len(held['known']) < per_bucket:
+        held['known'].append(new('1', closed | {*prompts['1'], *held['known']}))
     names = [*voices(), *(KOKORO if kokoro else [])]
     train = []
     for voice in names:

@@ -24,7 +24,7 @@ samples = False                 # True: clips of the last run that is there into
 # ----------------------------------------------------------------------------
 NAMES = {'base': 'base', 'sft': 'SFT', 'sft_cfg': 'SFT + guidance', 'dpo1': 'DPO 1', 'dpo2': 'DPO 2', 'plain': 'SFT without repetition', 'dpo1_nocfg': 'DPO 1, pairs without guidance',
          'nosupcon': 'base without SupCon'}
-BUCKETS = ('1', '2-3', '4-7', '8-14', '15-30')
+BUCKETS = ('known', '1', '2-3', '4-7', '8-14', '15-30')
 KINDS = ('seen', 'unseen', 'null')
 
 def table(head, rows):
@@ -126,7 +126,8 @@ if __name__ == '__main__':
             start = g['start'] + sum(g['frames'][:s['sample_idx']])
             s['place'] = start, start + g['frames'][s['sample_idx']]
         results[label] = [{k: s[k] for k in ('text', 'transcript', 'bucket')} | {'kind': s['kind_of_voice']} for s in scores]
-        stress[label] = [s['kind'] for s in scores if s['bucket'] == '1']
+        for bucket, what in (('known', 'said alone in the corpus'), ('1', 'within sentences only')):
+            stress[label, what] = [s['kind'] for s in scores if s['bucket'] == bucket]
         ended[label] = 1 - float(np.mean([s['truncated'] for s in scores]))
         codes_of = lambda s: np.array(tokens[slice(*s['place'])])
         for kind in KINDS[:2]:
@@ -144,7 +145,7 @@ if __name__ == '__main__':
              f"Corpus: {hours:.1f} hours, {len(training):,} clips, {len({r['speaker'] for r in training})} voices, all synthesized (`assets/proof/make_speech.py`). Measured on "
              f"{len(bucket_of)} texts and, of `unseen`, on {sum(k == 'unseen' for k in kind_of.values())} voices that are not in it. ASR: Whisper base, window {asr_window:g} s; it hears the recordings "
              'with the errors of the first rows below.']
-    lines += [f"Not run: {', '.join(missing)}."] * bool(missing) + ['', '## Word error rate by words of the text', '']
+    lines += [f"Not run: {', '.join(missing)}."] * bool(missing) + ['', '## Word error rate by words of the text', '', '`known`: single words that the corpus has alone too; `1`: those that it has within sentences only.', '']
     lines += table(('', 'voices', *BUCKETS, 'all'), [(what, kind, *wer_cells(own)) for what, rows in results.items() for kind in KINDS if (own := [r for r in rows if r['kind'] == kind])])
     if there:
         lines += [f'![word error rates]({os.path.basename(picture("wer"))})', '']
@@ -154,9 +155,9 @@ if __name__ == '__main__':
                    for (what, kind), (n, share, mine, other) in similar.items()])
     if there:
         faults = ('clean', 'timeout', 'runaway', 'empty', 'wrong')
-        lines += ['## Single words', '', 'Held-out words, said in the corpus within sentences only; clean: word error rate at most 0.2 and a plausible length. Error: of the clean rate.', '']
-        lines += table(('', 'clips', *faults, 'error'), [(label, str(len(kinds)), *(f'{kinds.count(k) / len(kinds):.1%}' for k in faults),
-                       f"{(kinds.count('clean') / len(kinds) * (1 - kinds.count('clean') / len(kinds)) / len(kinds)) ** 0.5:.1%}") for label, kinds in stress.items()])
+        lines += ['## Single words', '', 'Clean: word error rate at most 0.2 and a plausible length. Error: standard error of the clean rate, as if rollouts were independent.', '']
+        lines += table(('', 'words', 'clips', *faults, 'error'), [(label, what, str(len(kinds)), *(f'{kinds.count(k) / len(kinds):.1%}' for k in faults),
+                       f"{(kinds.count('clean') / len(kinds) * (1 - kinds.count('clean') / len(kinds)) / len(kinds)) ** 0.5:.1%}") for (label, what), kinds in stress.items() if kinds])
         lines += ['## Stopping', '', 'Clips that end by themselves, before the frame cap.', ''] + table(tuple(ended), [[f'{v:.1%}' for v in ended.values()]])
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
         import jiwer
@@ -190,7 +191,7 @@ if __name__ == '__main__':
         scores, codes_of = wavs_of[label]
         os.makedirs(os.path.join(ROOT, 'assets', 'samples'), exist_ok=True)
         for kind in KINDS:
-            for bucket in ('1', '4-7', '15-30'):
+            for bucket in ('known', '4-7', '15-30'):
                 for s in [s for s in scores if (s['bucket'], s['kind_of_voice'], s['sample_idx']) == (bucket, kind, 0)][:1]:     # the first, good or bad
                     soundfile.write(os.path.join(ROOT, 'assets', 'samples', f"{kind}-{bucket}-{s['voice']}.flac"), nano.decode([codes_of(s)])[0], nano.sample_rate, 'PCM_16')
         print('assets/samples written')
