@@ -1,0 +1,490 @@
+"""
+vllm_gepard.py without vLLM and without a GPU: its kernels in Triton's interpreter, its request table, its weights, driven as vLLM's
+runner drives them and held against model.generate. What needs an engine is in assets/bench_vllm.py.
+
+    pytest tests/test_vllm.py
+"""
+import collections, os, subprocess, sys, types
+
+import numpy as np
+import pytest
+import torch
+
+import model as M
+from codec import fold
+from test_model import texts_of, tiny_model
+
+GOLDEN = os.path.join(os.path.dirname(__file__), 'data', 'golden', 'checkpoint')
+INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'        # must be set before Triton is imported: hence a process of its own
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+def run(*command, **env):
+    r = subprocess.run([sys.executable, *command], capture_output=True, text=True, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1', **env})
+    return r.returncode, r.stdout + r.stderr
+
+
+# ------------------------------------------------------------------ vLLM's side, as far as it is needed
+
+class DefaultModelState:
+    def __init__(self, vllm_config, model, encoder_cache, device):
+        self.model, self.device, self.dtype = model, device, torch.float32
+        self.max_num_reqs, self.max_model_len, self.max_num_tokens = vllm_config.slots, 256, 512
+
+
+SamplerOutput = collections.namedtuple('SamplerOutput', 'sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected')
+LogprobsTensors = collections.namedtuple('LogprobsTensors', 'logprob_token_ids logprobs selected_token_ranks')
+
+
+class AutoWeightsLoader:
+    """Takes what names a parameter of the module and has its shape, as vLLM's does, and nothing else."""
+    def __init__(self, module):
+        self.module = module
+
+    def load_weights(self, weights):
+        own, loaded = dict(self.module.named_parameters()), set()
+        for name, tensor in weights:
+            own[name].data.copy_(tensor)
+            loaded.add(name)
+        return loaded
+
+
+def install(name, **content):
+    for n in range(1, name.count('.') + 2):
+        sys.modules.setdefault('.'.join(name.split('.')[:n]), types.ModuleType(name))
+    sys.modules[name].__dict__.update(content)
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """Stand-ins for the modules of vLLM that are imported."""
+    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
+        monkeypatch.delitem(sys.modules, name)
+    install('vllm', __version__='0.26.0', SamplingParams=lambda **kw: types.SimpleNamespace(**kw))
+    install('vllm.sampling_params', RequestOutputKind=types.SimpleNamespace(CUMULATIVE='cumulative', FINAL_ONLY='final'))
+    install('vllm.model_executor.models.utils', AutoWeightsLoader=AutoWeightsLoader)
+    install('vllm.v1.outputs', LogprobsTensors=LogprobsTensors)
+    install('vllm.v1.worker.gpu.sample.output', SamplerOutput=SamplerOutput)
+    install('vllm.v1.worker.gpu.model_states.default', DefaultModelState=DefaultModelState)
+    yield
+    for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
+        del sys.modules[name]
+
+
+class Transformer(torch.nn.Module):
+    """In the place of vLLM's Qwen3_5Model: keeps the input vectors of each slot's tokens and computes the whole row anew in each step."""
+    def __init__(self, cfg):
+        super().__init__()
+        inner = M.Backbone(cfg)
+        self.embed_tokens, self.layers, self.norm, self.cfg, self.rows = inner.embed_tokens, inner.layers, inner.norm, cfg, {}
+        self.inner = [inner]
+
+    def embed_input_ids(self, ids):
+        return self.embed_tokens(ids)
+
+    def forward(self, input_ids, positions, intermediate_tensors, inputs_embeds):
+        out, first = [], 0
+        for slot, count in self.batch:
+            at, x = int(positions[first]), inputs_embeds[first:first + count]
+            assert positions[first:first + count].tolist() == list(range(at, at + count)) and at == len(self.rows.get(slot, ()))
+            self.rows[slot] = torch.cat((self.rows[slot], x)) if at else x.clone()
+            n = at + count
+            out.append(self.inner[0](self.rows[slot], torch.arange(n), M.packed_attention, (torch.tensor([0, n], dtype=torch.int32), n))[at:])
+            first += count
+        return torch.cat(out)
+
+
+def model_of(folder, V):
+    """GepardForCausalLM of a checkpoint folder around that transformer, its weights loaded."""
+    m = V.GepardForCausalLM.__new__(V.GepardForCausalLM)
+    torch.nn.Module.__init__(m)
+    m.cfg, m.folder = V.read_config(folder)
+    m.model = Transformer(m.cfg)
+    m.add_audio()
+    loaded = m.load_weights(iter(M.read_tensors(m.folder).items()))
+    return m, loaded
+
+
+class Runner:
+    """vLLM's scheduler and V2 runner in small: slots, prompts in chunks, one frame a step, preemption."""
+
+    def __init__(self, model, slots, chunk=1000):
+        self.model, self.chunk, self.free, self.requests, self.waiting = model, chunk, list(range(slots)), {}, []
+        cls = model.get_model_state_cls()
+        self.state = cls(types.SimpleNamespace(slots=slots, additional_config={}), model, None, torch.device('cpu'))
+        self.prefill_len = torch.zeros(slots, dtype=torch.int32)
+        self.sampler, _ = self.state.custom_sampler(types.SimpleNamespace(req_states=types.SimpleNamespace(prefill_len=types.SimpleNamespace(gpu=self.prefill_len))))
+
+    def add(self, name, prompt, params):
+        self.waiting.append((name, types.SimpleNamespace(prompt=prompt['prompt_token_ids'], params=params, out=[], lp=[])))
+
+    def leave(self, name, again=False):
+        r = self.requests.pop(name)
+        self.state.remove_request(name)
+        self.model.model.rows.pop(r.slot, None)
+        self.free.append(r.slot)
+        if again:
+            self.waiting.insert(0, (name, r))
+
+    @torch.no_grad()
+    def step(self):
+        """One step -> {name: request} of those that ended"""
+        while self.free and self.waiting:
+            name, r = self.waiting.pop(0)
+            r.slot, r.done, r.ids = self.free.pop(), 0, r.prompt + r.out
+            self.requests[name] = r
+            self.state.add_request(r.slot, types.SimpleNamespace(req_id=name, prompt_token_ids=r.prompt, prefill_token_ids=r.ids, sampling_params=r.params))
+            self.prefill_len[r.slot] = len(r.ids)
+            self.state.apply_staged_writes()
+        names = sorted(self.requests, key=lambda n: len(self.requests[n].ids) - self.requests[n].done)
+        rs = [self.requests[n] for n in names]
+        counts = [min(self.chunk, len(r.ids) - r.done) for r in rs]
+        i32 = lambda x: torch.tensor(x, dtype=torch.int32)
+        batch = types.SimpleNamespace(
+            num_reqs=len(rs), req_ids=names, idx_mapping=i32([r.slot for r in rs]), idx_mapping_np=np.array([r.slot for r in rs]),
+            query_start_loc=i32(np.cumsum([0, *counts])), positions=torch.cat([torch.arange(r.done, r.done + c) for r, c in zip(rs, counts)]),
+            logits_indices=i32(np.cumsum(counts) - 1), seq_lens=i32([r.done + c for r, c in zip(rs, counts)]))
+        assert self.state.prepare_inputs(batch, None) == {}
+        self.model.model.batch = [(r.slot, c) for r, c in zip(rs, counts)]
+        ids = torch.tensor([i for r, c in zip(rs, counts) for i in r.ids[r.done:r.done + c]])
+        out = self.sampler(self.model.compute_logits(self.model(ids, batch.positions)[batch.logits_indices]), batch)
+        ended = {}
+        for b, (name, r) in enumerate(zip(names, rs)):
+            r.done += counts[b]
+            assert int(out.num_sampled[b]) == (r.done == len(r.ids)) and not out.num_rejected[b]
+            if not out.num_sampled[b]:
+                continue
+            r.out.append(int(out.sampled_token_ids[b]))
+            r.ids.append(r.out[-1])
+            if r.params.logprobs is not None:
+                assert int(out.logprobs_tensors.selected_token_ranks[b]) == len(r.out) - 1       # the frame's number
+                r.lp.append((out.logprobs_tensors.logprob_token_ids[b], out.logprobs_tensors.logprobs[b]))
+            if r.out[-1] in r.params.stop_token_ids or len(r.out) == r.params.max_tokens:
+                self.leave(name)
+                ended[name] = r
+        return ended
+
+
+def outcome(r):
+    """A finished request as vLLM's CompletionOutput"""
+    flat = lambda k: [float(x) if k else int(x) for row in r.lp for x in row[k]]
+    return types.SimpleNamespace(logprobs=types.SimpleNamespace(token_ids=flat(0), logprobs=flat(1)),
+                                 finish_reason='stop' if r.out[-1] in r.params.stop_token_ids else 'length')
+
+
+def lively():
+    """A tiny model whose stop head fires now and then."""
+    m = tiny_model(noise=0.3).eval()
+    m.stop_head.weight.data *= 30
+    m.codebook_heads.weight.data *= 10
+    return m
+
+
+if INTERPRETED:
+    import vllm_gepard as V
+
+    @pytest.fixture(scope='module')
+    def made(tmp_path_factory):
+        """The torch model, its checkpoint folder, 16 texts, voices (three clips, the null prefix), seeds, caps."""
+        m, path = lively(), str(tmp_path_factory.mktemp('m') / 'checkpoint-1')
+        M.save_checkpoint(path, m.state_dict(), m.cfg, None, {})
+        g = np.random.default_rng(0)
+        clips = [g.integers(0, 2016, (n, 8)).astype(np.uint16) for n in (5, 9, 30)] + [None]
+        return m, path, texts_of(m.cfg, 16), [clips[i % 4] for i in range(16)], [7 * i for i in range(15)] + [2 ** 63 - 1], [1 + 5 * i % 13 for i in range(16)]
+
+    def speak(made, slots, voiced=True, preempt=(), chunk=1000, **kw):
+        """All of them through Runner -> results, the state. preempt: in these steps all but one of the running requests"""
+        m, path, texts, voices, seeds, caps = made
+        runner = Runner(model_of(path, V)[0], slots, chunk)
+        for i in range(len(texts)):
+            runner.add(str(i), *V.request(texts[i], m.cfg, voices[i] if voiced else False, seed=seeds[i], max_frames=caps[i], **kw))
+        done, step = {}, 0
+        while len(done) < len(texts):
+            done |= runner.step()
+            step += 1
+            if step in preempt:
+                for name in list(runner.requests)[1:][::-1]:
+                    runner.leave(name, again=True)
+        return [V.result(outcome(done[str(i)]), m.cfg) for i in range(len(texts))], runner.state
+
+    @pytest.mark.parametrize('kw, voiced', [(dict(temperature=0), True), (dict(temperature=0), False), (dict(temperature=0.8), True)], ids=['greedy', 'no prefix', 'drawn'])
+    def test_equals_generate(made, vllm, kw, voiced):
+        """16 requests at once, in fp32: codes, ends, log-probs and stop logits are those of model.generate, from the same seeds."""
+        m, _, texts, voices, seeds, caps = made
+        want = M.generate(m, texts, m.voices(voices) if voiced else None, seeds=seeds, max_frames=caps, stop_threshold=0.9, **kw)
+        got, _ = speak(made, 16, voiced, stop_threshold=0.9, **kw)
+        assert {r['ended_by'] for r in want} == {'stop_head', 'max_frames'}
+        for i, (a, b) in enumerate(zip(got, want)):
+            assert torch.equal(a['codes'].long(), b['codes']) and a['ended_by'] == b['ended_by'], i
+            for key in ('logp', 'stop_logits'):
+                torch.testing.assert_close(a[key], b[key].float(), rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(a['channel_logp'].sum(1), a['logp'], rtol=1e-5, atol=1e-4)
+
+    def test_log_probs_are_those_of_a_trajectory(made, vllm):
+        m, _, texts, voices, *_ = made
+        got, _ = speak(made, 5, temperature=0.8)
+        rows = [{'text': t, 'prefix': p, 'codes': fold(r['codes']).numpy()} for t, p, r in zip(texts, m.voices(voices), got)]
+        batch = M.pack(rows, m.cfg)
+        with torch.no_grad():
+            tokens, _, _ = M.trajectory_logprob(m(batch), batch, torch.ones(len(rows), dtype=torch.bool))
+        torch.testing.assert_close(torch.stack([r['logp'].sum() for r in got]), tokens, rtol=1e-5, atol=1e-3)
+
+    def test_slots_chunks_and_preemption_do_not_matter(made, vllm):
+        kw = dict(temperature=0.8, stop_threshold=0.9)
+        want, _ = speak(made, 16, **kw)
+        for slots, chunk, preempt in ((3, 1000, ()), (6, 5, (2, 3, 6, 12))):
+            got, state = speak(made, slots, chunk=chunk, preempt=preempt, **kw)
+            assert all(torch.equal(a['codes'], b['codes']) and a['ended_by'] == b['ended_by'] for a, b in zip(got, want)), (slots, chunk)
+            assert (state.resumed > 2) == bool(preempt) and not state.live
+
+    def test_each_request_has_its_own_settings(made, vllm):
+        m, path, texts, *_ = made
+        runner = Runner(model_of(path, V)[0], 6)
+        mix = [dict(temperature=0.0), dict(temperature=1.5, seed=3), dict(stop_threshold=0.0), dict(stop_threshold=1.0, max_frames=20), dict(logprobs=False, max_frames=3), dict(seed=5)]
+        done = {}
+        for i, kw in enumerate(mix):
+            runner.add(str(i), *V.request(texts[0], m.cfg, None, **dict(max_frames=8) | kw))
+        while len(done) < len(mix):
+            done |= runner.step()
+        assert not done['4'].lp and len(done['4'].out) == 3                     # nothing asked, nothing sent
+        for i, kw in enumerate(mix):
+            kw = dict(max_frames=8) | kw
+            if kw.pop('logprobs', True):
+                want, got = M.generate(m, [texts[0]], m.voices([None]), seeds=[kw.pop('seed', 0)], **kw)[0], V.result(outcome(done[str(i)]), m.cfg)
+                assert torch.equal(got['codes'].long(), want['codes']) and got['ended_by'] == want['ended_by'], i
+        assert V.result(outcome(done['2']), m.cfg)['ended_by'] == 'stop_head' and len(V.result(outcome(done['2']), m.cfg)['codes']) == 1      # never 0
+        assert len(V.result(outcome(done['3']), m.cfg)['codes']) == 20
+
+    def test_sampler(vllm):
+        """Arg-max, noise, log-probs, the stop rule and the side channel's row against torch, for numbers of all sizes."""
+        cfg, n, at = tiny_model().cfg, 24, 50
+        g = torch.Generator().manual_seed(1)
+        logits = torch.full((n, 264), float('-inf'))
+        logits[:, M.Gepard(cfg).slots] = torch.randn(n, 216, generator=g) * torch.logspace(-2, 2, n)[:, None]
+        logits[:, 256] = z = torch.linspace(-3, 3, n)
+        frame, seed = torch.arange(n) * 7 % 11, torch.randint(0, 2 ** 63 - 1, (n,), generator=g)
+        temperature, threshold = torch.tensor([0.0, 0.05, 0.4, 3.0] * 6), torch.linspace(0.05, 0.95, n)
+        table = torch.stack((torch.arange(n), -torch.ones(n).long(), torch.full((n,), at), threshold.view(torch.int32).long(), temperature.view(torch.int32).long(), seed), 1)
+        order = torch.randperm(n, generator=g).int()                            # slots are not the batch's order
+        slots, pos = table.clone(), at - 1 + frame
+        slots[order.long()] = table
+        new = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype)
+        token, sampled, rejected, ids, values, rank, side = new(n, 1, dtype=torch.int64), new(n), new(n), new(n, 34), new(n, 34, dtype=torch.float32), new(n), new(n, 10)
+        store, whole = new(n * 32, 32, dtype=torch.uint8), torch.arange(n) % 5 > 0
+        V.sample_frame[(n,)](logits, 264, order, torch.arange(n).int(), pos, (pos + whole).int(), pos.int()[torch.argsort(order)] + 1, slots, torch.tensor(np.cumsum([0, *cfg.levels])),
+                             store, token, sampled, rejected, ids, values, rank, side, ROOM=32, FIELDS=V.FIELDS, K=32, L=8, FRAME=260, STOP=261)
+        x = logits[:, :256].view(n, 32, 8)
+        codes = torch.where(temperature[:, None, None] > 0, x / temperature[:, None, None].clamp(min=1e-9) + M.gumbel(M.hashed(seed), frame, 32, 8), x).argmax(-1)
+        logp = x.log_softmax(-1).gather(-1, codes[..., None])[..., 0]
+        stop = (z.sigmoid() > threshold) & (frame > 0)
+        assert 3 < stop.sum() < n - 3
+        assert torch.equal(store.view(n, 32, 32)[torch.arange(n), frame], codes.to(torch.uint8) * whole[:, None]) and store.view(n, -1).any(1).equal(whole)
+        assert sampled.bool().equal(whole) and not rejected.any() and rank.equal(frame.int())
+        assert token[:, 0].equal(torch.where(stop, 261, 260)) and ids[:, 0].equal(token[:, 0].int()) and all(len(set(row)) == 34 for row in ids.tolist())
+        torch.testing.assert_close(values[:, 1:33], logp, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(values[:, 0], torch.where(stop, 0, logp.sum(1)), rtol=1e-5, atol=1e-4)
+        assert values[:, 33].equal(z)
+        names, got, number, end, total = V.unpack([' '.join(map(str, range(n))).encode(), side.numpy().tobytes()])
+        assert names == [str(i) for i in range(n)] and (got == codes.numpy()).all() and (total == values[:, 0].numpy()).all()
+        assert (number == np.where(whole, frame, -1)).all() and (end == (stop & whole).numpy()).all()
+
+    def test_engine(made, vllm, monkeypatch):
+        """Engine.run as the scripts use it: more jobs than slots, streaming, left in the middle, the prefix as asked."""
+        m, path, texts, voices, seeds, caps = made
+
+        class LLM:
+            def __init__(self, model, max_num_seqs, max_model_len, **kw):
+                self.llm_engine, self.runner = self, Runner(model_of(model, V)[0], max_num_seqs)
+                assert max_model_len == 99 and os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] == '0'
+
+            def add_request(self, name, prompt, params):
+                self.runner.add(name, prompt, params)
+
+            def step(self):
+                ended = self.runner.step()
+                for name, r in (self.runner.requests | ended).items():
+                    if name in ended or r.params.output_kind == 'cumulative':
+                        spoken = outcome(r)
+                        spoken.token_ids = r.out
+                        yield types.SimpleNamespace(request_id=name, outputs=[spoken], finished=name in ended)
+
+            def abort_request(self, names):
+                self.runner.waiting = [w for w in self.runner.waiting if w[0] not in names]
+                for name in set(names) & set(self.runner.requests):
+                    self.runner.leave(name)
+        install('vllm', LLM=LLM, ModelRegistry=types.SimpleNamespace(register_model=lambda *a: None))
+        monkeypatch.setenv('VLLM_ENABLE_V1_MULTIPROCESSING', '1')
+        engine = V.Engine(path, 3, 99, 'float32', temperature=0.8, stop_threshold=0.9)
+        jobs = list(zip(texts, voices, seeds, caps))
+        want = M.generate(m, texts, m.voices(voices), seeds=seeds, max_frames=caps, temperature=0.8, stop_threshold=0.9)
+        got = dict(engine.run(jobs))
+        assert sorted(got) == list(range(16)) and all(torch.equal(got[i]['codes'].long(), want[i]['codes']) for i in got)
+        half = engine.run(jobs)
+        next(half), half.close()
+        assert not engine.llm.runner.requests and not engine.llm.runner.waiting and not engine.llm.runner.state.live
+        heard = []
+        long = max(range(16), key=lambda i: len(want[i]['codes']) * (want[i]['ended_by'] == 'stop_head'))
+        assert len(dict(engine.run([jobs[long]], on_frame=lambda step, codes, _: heard.append((step, codes))))) == 1
+        assert [s for s, _ in heard] == list(range(len(heard))) and torch.equal(torch.cat([c for _, c in heard]), want[long]['codes'])
+
+    def test_nothing_is_left_behind(made, vllm):
+        """Requests that come and go, many of them aborted in the middle: places, voices and rows stay as many as there are."""
+        m, path, texts, *_ = made
+        runner, g = Runner(model_of(path, V)[0], 3), np.random.default_rng(2)
+        state, voices = runner.state, runner.model.audio.voices
+        state.prefixes = state.prefixes[:5]                                     # room for two voices beside those of three requests
+        count = lambda codes: (counted.append(1), voices(codes))[1]
+        counted, runner.model.audio.voices = [], count
+        clips = [g.integers(0, 2016, (4, 8)).astype(np.uint16) for _ in range(9)]
+        for i in range(120):
+            runner.add(f'r{i}', *V.request(texts[i % 16], m.cfg, clips[min(g.geometric(0.4), 9) - 1], max_frames=3, logprobs=False))
+            if i % 3 == 0:
+                runner.step()
+            if runner.requests and i % 2:
+                runner.leave(list(runner.requests)[int(g.integers(len(runner.requests)))])
+            places = [p for p, _ in state.live.values()] + list(state.kept.values()) + state.free
+            assert sorted(places) == list(range(14)) and len(state.live) <= 3 and len(state.voices) <= 5
+            assert sorted(state.voices.values()) == list(range(len(state.voices)))
+            for name, (_, voice) in state.live.items():                         # a running request's own voice is in its row
+                row = int(state.host[runner.requests[name].slot, 1])
+                torch.testing.assert_close(state.prefixes[row], m.voices([np.frombuffer(voice, '<i2').reshape(-1, 8)])[0])
+        assert 9 < len(counted) < 60                                            # made anew only when thrown out
+
+    def test_frames_given_away_are_an_error(made, vllm):
+        _, path, *_ = made
+        state = Runner(model_of(path, V)[0], 1).state
+        with pytest.raises(RuntimeError, match='given away'):
+            state.add_request(0, types.SimpleNamespace(req_id='x', prompt_token_ids=[1], prefill_token_ids=[1, 2], sampling_params=types.SimpleNamespace(extra_args=None)))
+
+else:
+    import vllm_gepard as V
+
+    def test_kernels_and_requests_on_the_cpu():
+        """The tests above, in Triton's interpreter."""
+        code, text = run('-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', __file__, TRITON_INTERPRET='1')
+        assert code == 0 and ' passed' in text and 'skipped' not in text, text[-5000:]
+
+    def test_kernels_compile_for_a_gpu(tmp_path, monkeypatch):
+        """To machine code of an H200, by Triton's own assembler: no GPU is needed for that."""
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource, compile
+        monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
+        for kernel, types_, constants in (
+                (V.locate, '*i32 *i32 *i64 *i64 *i32', dict(ROOM=1024, P=8, FIELDS=6, BLOCK=128)),
+                (V.sample_frame, '*fp32 i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 *u8 *i64 *i32 *i32 *i32 *fp32 *i32 *i32',
+                 dict(ROOM=1024, FIELDS=6, K=32, L=8, FRAME=248070, STOP=248071))):
+            names = kernel.arg_names
+            signature = dict(zip(names, types_.split())) | dict.fromkeys(constants, 'constexpr')
+            assert list(signature) == names
+            compiled = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}), target=GPUTarget('cuda', 90, 32))
+            assert len(compiled.asm['cubin']) > 1000
+
+    @pytest.mark.parametrize('where', ['own', 'published', 'no cloning'])
+    def test_weights(where, tmp_path, vllm):
+        """A real checkpoint folder: every tensor finds its parameter, by name and shape, and means what it means in model.py."""
+        folder = GOLDEN
+        if where != 'published':
+            m = tiny_model(num_queries=0 if where == 'no cloning' else 8)
+            folder = str(tmp_path / 'c')
+            M.save_checkpoint(folder, m.state_dict(), m.cfg, None, {})
+        want, _ = M.load_checkpoint(folder)
+        got, loaded = model_of(folder, V)
+        assert loaded == {n for n, _ in got.named_parameters()} and all(torch.equal(p, want.state_dict()[n.removeprefix('audio.')]) for n, p in got.named_parameters())
+        g = torch.Generator().manual_seed(0)
+        codes = torch.stack([torch.randint(0, n, (6,), generator=g) for n in want.cfg.levels], 1)
+        h = torch.randn(6, want.cfg.hidden_size, generator=g)
+        with torch.no_grad():
+            assert torch.equal(got.audio.frame_embedding(codes), want.frame_embedding(codes))
+            logits = got.compute_logits(h)
+            torch.testing.assert_close(logits[:, :256].view(6, 32, 8), want.code_logits(h), rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(logits[:, 256], want.stop_head(h)[:, 0], rtol=1e-5, atol=1e-5)
+            if want.cfg.num_queries:
+                clips = [None, fold(codes)]
+                assert torch.equal(got.audio.voices(clips), want.voices(clips))
+
+    def test_weights_are_strict(tmp_path, vllm):
+        m = tiny_model()
+        M.save_checkpoint(str(tmp_path / 'c'), m.state_dict(), m.cfg, None, {})
+        good = {k: v for k, v in M.read_tensors(str(tmp_path / 'c')).items() if not k.startswith('model.')}
+        got, _ = model_of(str(tmp_path / 'c'), V)
+        for change, words in (({'codebook_heads.3.bias': None}, 'missing .*codebook_heads.3.bias'), ({'stop_head.weight': None}, 'missing .*stop_head.weight'),
+                              ({'extra.weight': torch.zeros(1)}, 'unexpected .*extra.weight'), ({'null_prefix': torch.zeros(7, 64)}, r'null_prefix \[7, 64\] instead of \[8, 64\]'),
+                              ({'audio_embeddings.1.weight': torch.zeros(8, 8)}, 'audio_embeddings.1.weight has 8 rows instead of 7')):
+            with pytest.raises(ValueError, match=words):
+                got.load_audio({k: v for k, v in (good | change).items() if v is not None})
+
+    def test_transformer_tensors_are_those_vllm_maps():
+        """vLLM 0.26 and 0.33 fuse q, k, v and gate, up; every other name of the checkpoint is its own (qwen3_5.py, qwen3_next.py there)."""
+        cfg = M.Config()
+        with torch.device('meta'):
+            ours = {k: tuple(v.shape) for k, v in M.Backbone(cfg).state_dict().items()}
+        d, hd, h, kv, m = cfg.hidden_size, cfg.head_dim, cfg.num_attention_heads, cfg.num_key_value_heads, cfg.intermediate_size
+        theirs = {'embed_tokens.weight': (cfg.vocab_size, d), 'norm.weight': (d,)}
+        for i in range(cfg.num_hidden_layers):
+            theirs |= {f'layers.{i}.{k}.weight': v for k, v in {
+                'input_layernorm': (d,), 'post_attention_layernorm': (d,), 'self_attn.qkv_proj': (2 * h * hd + 2 * kv * hd, d), 'self_attn.o_proj': (d, h * hd),
+                'self_attn.q_norm': (hd,), 'self_attn.k_norm': (hd,), 'mlp.gate_up_proj': (2 * m, d), 'mlp.down_proj': (d, m)}.items()}
+        filled = collections.Counter()
+        for name, shape in ours.items():
+            for part, whole in (('q_proj', 'qkv_proj'), ('k_proj', 'qkv_proj'), ('v_proj', 'qkv_proj'), ('gate_proj', 'gate_up_proj'), ('up_proj', 'gate_up_proj')):
+                if name.endswith(f'.{part}.weight'):
+                    name = name.replace(part, whole)
+                    break
+            filled[name] += shape[0]
+            assert shape[1:] == theirs[name][1:]
+        assert filled == {k: v[0] for k, v in theirs.items()}
+
+    def test_config_is_what_vllm_reads(tmp_path):
+        """The flat rotary factor is 0.25 in vLLM unless it is given, and wins over the nested one; a layer without a type has linear attention."""
+        m = tiny_model()
+        M.save_checkpoint(str(tmp_path / 'c'), m.state_dict(), m.cfg, None, {})
+        j = M.read_json(str(tmp_path / 'c' / 'config.json'))
+        assert j['model_type'] == 'qwen3_5_text' and j['partial_rotary_factor'] == j['rope_parameters']['partial_rotary_factor'] == 1.0
+        assert j['layer_types'] == ['full_attention'] * 3 and j['tie_word_embeddings'] and j['dtype'] == 'float32'
+        s = V.settings(str(tmp_path / 'c'), slots=12, length=100, dtype='float32', max_model_len=90)
+        assert s['hf_overrides'] == {'architectures': ['GepardForCausalLM']} and s['compilation_config']['cudagraph_capture_sizes'] == [1, 2, 4, 8, 12]
+        assert s['kv_cache_memory_bytes'] >= 12 * 100 * 2 * 3 * 2 * 32 * 4 and s['attention_backend'] == 'TRITON_ATTN' and s['max_model_len'] == 90
+        assert s['enable_prefix_caching'] is False and os.environ['TRITON_F32_DEFAULT'] == 'ieee' and 'attention_backend' not in V.settings(str(tmp_path / 'c'), 1, 50)
+
+    def test_prompts(vllm):
+        cfg = tiny_model(text_repetition=M.Config().text_repetition | {'enabled': True}).cfg
+        text = M.prompt([5, 6], cfg)
+        assert text.count(cfg.special_tokens['start_of_text']) == 8              # repeated, as the checkpoint says
+        clip = np.arange(16, dtype=np.uint16).reshape(2, 8)
+        p, s = V.request(text, cfg, clip, seed=3, max_frames=9, temperature=0.0)
+        assert p['prompt_token_ids'] == [cfg.special_tokens['start_of_speech']] * 8 + text and s.extra_args == {'stop_threshold': 0.5, 'voice': clip.astype('<i2').tobytes()}
+        assert (s.seed, s.max_tokens, s.temperature, s.logprobs, s.stop_token_ids) == (3, 9, 0.0, 33, [cfg.special_tokens['end_of_speech']])
+        for voice, want in ((None, b''), (False, None)):
+            p, s = V.request(text, cfg, voice, logprobs=False, stream=True)
+            assert p['prompt_token_ids'][:-len(text)] == [cfg.special_tokens['start_of_speech']] * (8 if want is not None else 0)
+            assert s.extra_args.get('voice') == want and s.logprobs is None and s.output_kind == 'cumulative'
+        no = tiny_model(num_queries=0).cfg
+        assert V.request(text, no)[0]['prompt_token_ids'] == text and 'voice' not in V.request(text, no)[1].extra_args
+
+    def test_versions(vllm, monkeypatch):
+        for version, fine in (('0.25.9', False), ('0.26.0', True), ('0.33.1', True), ('0.34.0rc1', False), ('1.0', False)):
+            there = {}
+            registry = types.SimpleNamespace(register_model=lambda name, cls: there.update({name: cls}))
+            install('vllm', __version__=version, ModelRegistry=registry)
+            if fine:
+                V.register()
+                V.register()
+                assert there == {'GepardForCausalLM': V.GepardForCausalLM}
+            else:
+                with pytest.raises(ImportError, match=f'vLLM {version} is not supported, only 0.26 to 0.33'):
+                    V.register()
+
+    def test_plugin(tmp_path, monkeypatch):
+        """The lines of docs/serving.md that make vLLM's own commands find the model."""
+        from importlib.metadata import entry_points
+        lines = [line.strip() for line in open(os.path.join(ROOT, 'docs', 'serving.md'), encoding='utf-8') if 'nanogepard' in line and line.startswith('    ')]
+        r = subprocess.run(['bash', '-euc', f'site={tmp_path}\n' + '\n'.join(line for line in lines if not line.startswith('site='))], cwd=ROOT, capture_output=True, text=True)
+        assert len(lines) >= 2 and r.returncode == 0, r.stderr
+        monkeypatch.syspath_prepend(str(tmp_path))
+        found = [e for e in entry_points(group='vllm.general_plugins') if e.name == 'gepard']
+        assert [e.load() for e in found] == [V.register] and (tmp_path / 'nanogepard.pth').read_text().strip() == ROOT
+
+    def test_without_vllm(monkeypatch):
+        monkeypatch.setitem(sys.modules, 'vllm', None)
+        with pytest.raises(ImportError, match='requirements-vllm.txt'):
+            V.register()
