@@ -31,6 +31,7 @@ seed = 0
 stream = False                  # write audio as it is made, stream_frames at a time (one text)
 stream_frames = 10              # 0.46 s
 compile = False                 # GPU: half a minute of compiling first, then a fraction of the time: for many texts, or to measure speed
+engine = 'torch'                # 'vllm' = vLLM (docs/serving.md; GPU, a minute to start): no top_k, guidance, repetition penalty
 codec = ''                      # '' = the checkpoint's
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # 'auto' = bfloat16 on cuda, float32 on cpu
@@ -55,6 +56,10 @@ if ref and prefix != 'auto':
     fail(f'--ref and --prefix={prefix} contradict each other')
 if min(max_seconds, max_ref_seconds, repetition_penalty) <= 0 or stream_frames < 1 or min(temperature, top_k, cfg_frames) < 0:
     fail('max_seconds, max_ref_seconds, stream_frames and repetition_penalty must be above 0; temperature, top_k and cfg_frames not below')
+if engine not in ('torch', 'vllm'):
+    fail(f'--engine is torch or vllm, got {engine!r}')
+if engine == 'vllm' and (top_k or cfg_scale != 1 or repetition_penalty != 1 or compile):
+    fail('--engine=vllm knows no top_k, cfg_scale, repetition_penalty and compile')
 if not 0 <= seed < 2 ** 63:
     fail(f'--seed is 0 to 2**63 - 1, got {seed}')
 if os.path.splitext(out)[1].lower() not in ('', '.wav') or not os.path.basename(out) or os.path.isdir(out):
@@ -107,12 +112,23 @@ if compile and not device.startswith('cuda'):
 compute = {'auto': torch.bfloat16 if device.startswith('cuda') else torch.float32}.get(dtype) or getattr(torch, dtype, None)
 if compute not in (torch.float32, torch.bfloat16):
     fail(f"--dtype is auto, float32 or bfloat16, got {dtype!r}")
+if engine == 'vllm':
+    import vllm_gepard
+    try:
+        vllm_gepard.register()
+    except ImportError as e:
+        fail(e)
+    if not device.startswith('cuda'):
+        fail('--engine=vllm needs a GPU')
 newest = M.latest_checkpoint(ckpt) or M.latest_checkpoint(ckpt, file='adapter.safetensors') or ckpt
 if os.path.exists(os.path.join(newest, 'adapter.safetensors')):
     fail(f'{newest}: these are adapters: merge.py makes a checkpoint of them')
 try:
-    gepard, folder = M.load_checkpoint(newest, device, compute)
-    cfg = gepard.cfg
+    if engine == 'vllm':
+        cfg, folder = vllm_gepard.read_config(newest)
+    else:
+        gepard, folder = M.load_checkpoint(newest, device, compute)
+        cfg = gepard.cfg
     name = os.path.join(folder, 'training_metadata.json')
     stage = M.read_json(name) if os.path.exists(name) else {}
     known = sorted({tag for s in (stage, *stage.get('history', [])) for tag in s.get('corpus', {}).get('languages') or ()})
@@ -150,10 +166,18 @@ if ref:
     if isinstance(clip, tuple):
         fail(f'--ref: {clip[0]}: {clip[1]}' + ('' if ref in clip[1] else f': {ref}'))
     voice = nano.encode([clip[:max(nano.hop, int(min(max_ref_seconds, 1e6) * nano.sample_rate))]])[0]
-if cfg.num_queries and prefix != 'none':
+if engine == 'torch' and cfg.num_queries and prefix != 'none':
     vectors = gepard.voices([voice]).expand(len(prompts), -1, -1)       # without a reference: the null prefix
 settings = dict(temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale, cfg_frames=cfg_frames, repetition_penalty=repetition_penalty)
-speak = functools.partial(M.generate, gepard, prompts, vectors, max_frames=max_frames, seeds=list(range(seed, seed + len(prompts))), **settings)
+if engine == 'vllm':
+    start = time.time()
+    decoder = vllm_gepard.Engine(folder, len(prompts), max(map(len, prompts)) + cfg.num_queries + max_frames, str(compute).removeprefix('torch.'), temperature, stop_threshold)
+    jobs = [(p, False if prefix == 'none' else voice, seed + n, max_frames) for n, p in enumerate(prompts)]
+    speak = lambda on_frame=None: [r for _, r in sorted(decoder.run(jobs, on_frame), key=lambda done: done[0])]
+    list(decoder.run([(*job[:3], min(4, max_frames)) for job in jobs]))     # what a first call must set up
+    print(f'vLLM started in {time.time() - start:.0f} s')
+else:
+    speak = functools.partial(M.generate, gepard, prompts, vectors, max_frames=max_frames, seeds=list(range(seed, seed + len(prompts))), **settings)
 if compile:
     decoder = M.Decoder(gepard, len(prompts), max(map(len, prompts)) + (0 if vectors is None else cfg.num_queries), max_frames, compile=True, **settings)
     start = time.time()

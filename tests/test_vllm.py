@@ -4,7 +4,7 @@ runner drives them and held against model.generate. What needs an engine is in a
 
     pytest tests/test_vllm.py
 """
-import collections, os, subprocess, sys, types
+import abc, collections, os, subprocess, sys, types
 
 import numpy as np
 import pytest
@@ -26,7 +26,7 @@ def run(*command, **env):
 
 # ------------------------------------------------------------------ vLLM's side, as far as it is needed
 
-class DefaultModelState:
+class DefaultModelState(abc.ABC):
     def __init__(self, vllm_config, model, encoder_cache, device):
         self.model, self.device, self.dtype = model, device, torch.float32
         self.max_num_reqs, self.max_model_len, self.max_num_tokens = vllm_config.slots, 256, 512
@@ -483,6 +483,19 @@ else:
         monkeypatch.syspath_prepend(str(tmp_path))
         found = [e for e in entry_points(group='vllm.general_plugins') if e.name == 'gepard']
         assert [e.load() for e in found] == [V.register] and (tmp_path / 'nanogepard.pth').read_text().strip() == ROOT
+
+    def test_scripts_refuse(tmp_path):
+        """What --engine=vllm cannot do, and that it is missing, in one line each."""
+        (tmp_path / 'vllm.py').write_text('raise ImportError("none here")')
+        (tmp_path / 'p.txt').write_text('one two')
+        for script, flags, words in (
+                ('sample.py', ['--text=hi', '--ckpt=x', '--engine=vllm', '--cfg_scale=3'], '--engine=vllm knows no top_k, cfg_scale'),
+                ('sample.py', ['--text=hi', '--ckpt=x', '--engine=tf', f'--out={tmp_path}/x.wav'], "--engine is torch or vllm, got 'tf'"),
+                ('sample.py', ['--text=hi', '--ckpt=x', '--engine=vllm', f'--out={tmp_path}/x.wav'], 'vLLM cannot be imported (none here): pip install'),
+                ('dpo_sample.py', [f'--out_dir={tmp_path}', '--ckpt=x', f'--prompts={tmp_path}/p.txt', '--engine=vllm'], 'engine vllm knows no cfg_scale'),
+                ('dpo_sample.py', [f'--out_dir={tmp_path}', '--ckpt=x', f'--prompts={tmp_path}/p.txt', '--engine=vllm', '--cfg_scale=1'], 'vLLM cannot be imported (none here): pip install')):
+            code, text = run(script, *flags, PYTHONPATH=str(tmp_path))
+            assert code == 2 and text.strip().splitlines()[-1].startswith(script + ': ') and words in text.splitlines()[-1], text[-2000:]
 
     def test_without_vllm(monkeypatch):
         monkeypatch.setitem(sys.modules, 'vllm', None)
