@@ -41,6 +41,7 @@ cap_min = 80                    # but at least
 cap_max = 300                   # and at most so many frames
 seed = 0
 # system
+engine = 'torch'                # 'vllm' = vLLM (docs/serving.md; GPU): no guidance, top_k, repetition penalty
 slots = 0                       # rollouts at once; 0 = 512 on a GPU, 32 on a CPU
 compile = True                  # GPU: torch.compile the decoding step (a minute at the start); False = CUDA graphs alone
 device = 'auto'                 # 'auto' = cuda where there is one
@@ -176,6 +177,8 @@ if __name__ == '__main__':
     rule(cap_max >= cap_min, f'cap_max {cap_max} is below cap_min {cap_min}')
     rule(rollouts == 1 or temperature > 0 and top_k != 1, f'{rollouts} rollouts of arg-max (temperature {temperature}, top_k {top_k}) are all the same')
     rule(run_name and os.path.basename(run_name) == run_name, f'run_name is a folder name, got {run_name!r}')
+    rule(engine in ('torch', 'vllm'), f"engine is 'torch' or 'vllm', got {engine!r}")
+    rule(engine == 'torch' or cfg_scale == 1 and not top_k and repetition_penalty == 1, 'engine vllm knows no cfg_scale, top_k and repetition_penalty')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
     rule(prompts, 'prompts is missing: a .jsonl or text file')
@@ -188,6 +191,10 @@ if __name__ == '__main__':
         asked = read_prompts(prompts)
     except ValueError as e:
         fail(e)
+
+    if engine == 'vllm' and world > 1:                              # vLLM takes the first GPU that it sees
+        os.environ['CUDA_VISIBLE_DEVICES'] = os.environ.get('CUDA_VISIBLE_DEVICES', ','.join(map(str, range(world)))).split(',')[local_rank]
+        local_rank = 0
 
     import fcntl, queue, threading
 
@@ -204,6 +211,14 @@ if __name__ == '__main__':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
     if device == 'cuda' and not torch.cuda.is_available():
         fail(f'device is cuda, but torch {torch.__version__} sees none')
+    if engine == 'vllm':
+        import vllm_gepard
+        try:
+            vllm_gepard.register()
+        except ImportError as e:
+            fail(e)
+        if device != 'cuda':
+            fail('engine vllm needs a GPU')
     if device == 'cuda':
         torch.cuda.set_device(local_rank)
     compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
@@ -211,8 +226,9 @@ if __name__ == '__main__':
         os.makedirs(folder, exist_ok=True)
         lock = open(inside(f'lock-{rank}'), 'w')                    # held until this process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        model, base = M.load_checkpoint(M.latest_checkpoint(ckpt) or ckpt, device, compute)
-        cfg, policy_hash = model.cfg, tensors_hash(base)
+        newest = M.latest_checkpoint(ckpt) or ckpt
+        model, base = M.load_checkpoint(newest, device, compute) if engine == 'torch' else (None, vllm_gepard.read_config(newest)[1])
+        cfg, policy_hash = model.cfg if model else vllm_gepard.read_config(base)[0], tensors_hash(base)
         tokenizer = load_tokenizer(base)[0]
     except BlockingIOError:
         fail(f'another run is writing to {folder}')
@@ -323,6 +339,8 @@ if __name__ == '__main__':
 
     @torch.no_grad()
     def prefix_of(voice):
+        if engine == 'vllm':                                        # makes them by itself
+            return None if voice < 0 else references[str(voice)]
         if voice not in prefixes:
             prefixes[voice] = model.voices([None if voice < 0 else references[str(voice)]])[0] if cfg.num_queries else None
         return prefixes[voice]
@@ -355,9 +373,12 @@ if __name__ == '__main__':
 
     prefixes, finished, broken, parts, said = {}, queue.Queue(), [], {}, time.time()
     if todo:
-        decoder = M.Decoder(model, min(slots or (512 if device == 'cuda' else 32), len(todo) * rollouts), cfg.num_queries + max(len(g[1]) for g in todo),
-                            max(g[5] for g in todo), temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale,
-                            cfg_frames=cfg_frames, repetition_penalty=repetition_penalty, compile=compile)
+        places, longest, cap = min(slots or (512 if device == 'cuda' else 32), len(todo) * rollouts), cfg.num_queries + max(len(g[1]) for g in todo), max(g[5] for g in todo)
+        if engine == 'vllm':
+            decoder = vllm_gepard.Engine(base, places, longest + cap, str(compute).removeprefix('torch.'), temperature, stop_threshold)
+        else:
+            decoder = M.Decoder(model, places, longest, cap, temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale,
+                                cfg_frames=cfg_frames, repetition_penalty=repetition_penalty, compile=compile)
         writer = threading.Thread(target=write, daemon=True)
         writer.start()
         start = told = time.time()
