@@ -13,8 +13,8 @@ Written to out_dir, which appears only when it is complete (the work in between 
     rejects.jsonl  every row that was dropped: file, line (a row's number where there are no lines), audio, reason, detail
 
 On one kind of device the same inputs give the same bytes, whatever the ranks, workers, batch size or interruptions. Killed, it
-goes on where it was. Memory does not grow with the audio, and by about 0.4 KB a row. A clip must fill one codec frame; audio is mixed to mono and resampled by soxr (which NeMo's librosa brings).
-Other scripts read a corpus through Corpus, a file through read_audio, and a text through load_tokenizer and encode_text.
+goes on where it was. Memory does not grow with the audio, and by about 0.4 KB a row. A clip must fill one codec frame; audio is mixed
+to mono and resampled by soxr. Other scripts read a corpus through Corpus, a file through read_audio, a text through load_tokenizer and encode_text.
 """
 import csv, fcntl, hashlib, io, itertools, json, math, os, pickle, re, shutil, sys, time, unicodedata
 from collections import Counter, deque
@@ -74,8 +74,8 @@ NANO = {'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8} 
 SPLITS = ('train', 'val', 'val_speakers')
 FREE = ('out_dir', 'max_reject_share', 'device', 'num_workers', 'batch_seconds', 'unit_rows', 'picture', 'check_rows', 'overwrite')     # they change no byte
 KINDS = {'csv': ',', 'tsv': '\t', 'ljspeech': '|', 'jsonl': '', 'parquet': '', 'hf': '', 'folder': ''}
-KEYS = {'name': str, 'path': str, 'kind': str, 'split': str, 'subset': str, 'streaming': bool, 'columns': dict, 'root': str, 'quotes': bool, 'language_tag': str,
-        'max_rows': int}                            # of a source, and their types
+KEYS = {'name': str, 'path': str, 'kind': str, 'split': str, 'subset': str, 'streaming': bool, 'columns': dict, 'root': str, 'quotes': bool,
+        'language_tag': str, 'max_rows': int}       # of a source, and their types
 AUDIO = ('.wav', '.flac', '.ogg', '.mp3')
 NO_SPEAKER = ('', 'nan', 'NaN', 'NAN', 'None', 'none', 'null', 'NULL', 'N/A', '<NA>', '__null_ref__')    # what tables write for none ('Nan' is a name)
 
@@ -202,9 +202,10 @@ def read_audio(path, sample_rate, max_seconds=0.0):
             if max_seconds and frames > max_seconds * rate:         # before it is decoded: it may be a day long
                 raise ValueError(f'audio too long: {path}: {frames / rate:.1f} s')
             audio = f.read(dtype='float32', always_2d=True).mean(axis=1)
+        short = len(audio) < frames or cut_short(path if file is path else file.getvalue(), log)
     except (soundfile.SoundFileError, OSError, TypeError) as e:     # TypeError: raw audio, which has no header
         raise ValueError(f'audio unreadable: {e}')
-    if len(audio) < frames or cut_short(path if file is path else file.getvalue(), log):
+    if short:
         raise ValueError(f'audio file truncated: {path}: {len(audio)} samples read, the header promises more')
     if not np.isfinite(audio).all():
         raise ValueError(f'audio not finite: {path}: {(~np.isfinite(audio)).sum()} NaN or infinite samples')
@@ -257,16 +258,15 @@ def fault_of(source):
     name, path, columns = source['name'], source['path'], source.get('columns')
     if not name.strip() or '/' in name:
         return f"name {name!r}: a string without '/'"
-    if source.get('kind', 'csv') not in KINDS:
-        return f"kind {source['kind']!r} of {path}: one of {', '.join(KINDS)}"
     if not os.path.exists(path) and source.get('kind') != 'hf':
         return f"path {path!r}: no such table or folder (a Hub name takes 'kind': 'hf')"
     kind = kind_of(source)
     if kind not in KINDS:
-        return f"{path}: of unknown kind: one of {', '.join(KINDS)}"
+        return f"kind {kind!r} of {path}: one of {', '.join(KINDS)}"
     if kind not in ('parquet', 'hf') and os.path.isdir(path) != (kind == 'folder'):
         return f"path {path!r} is {'' if os.path.isdir(path) else 'not '}a folder, kind is {kind!r}"
-    idle = [k for k in source if k in ('split', 'subset', 'streaming') and kind != 'hf' or k == 'quotes' and not KINDS[kind] or k == 'columns' and kind == 'folder']
+    idle = [k for k in source if k in ('split', 'subset', 'streaming') and kind != 'hf' or k == 'quotes' and not KINDS[kind]
+            or k == 'columns' and kind == 'folder']
     if idle:
         return f"{idle[0]}: says nothing to kind {kind!r}"
     if source.get('max_rows', 1) < 1:
@@ -282,25 +282,32 @@ def fault_of(source):
     return ''
 
 def files_below(path, endings):
-    """Sorted paths of the files with one of the endings, in any depth."""
-    return sorted(os.path.join(folder, f) for folder, _, names in os.walk(path, followlinks=True) for f in names if f.lower().endswith(endings))
+    """Sorted paths of the files with one of the endings, in any depth. Links are followed, each folder is read once."""
+    found, seen = [], set()
+    for folder, below, names in os.walk(path, followlinks=True, onerror=lambda e: stop(str(e))):    # else what can't be read is passed over
+        if os.path.realpath(folder) in seen:
+            below.clear()                       # a link that leads back
+            continue
+        seen.add(os.path.realpath(folder))
+        found += [os.path.join(folder, f) for f in names if f.lower().endswith(endings)]
+    return sorted(found)
 
 def folder_rows(source):
     """Like table_rows, of a folder of audio files, each with its text in a .txt of the same name. Line: the number in the sorted order."""
-    path, sounds = source['path'], {}
-    for f in files_below(path, (*AUDIO, '.txt')):
-        stem, ext = os.path.splitext(os.path.relpath(f, path))
-        sounds.setdefault(stem, []).append(ext)
-    for n, (stem, exts) in enumerate(sorted(sounds.items()), 1):
-        txt, audio = [e for e in exts if e.lower() == '.txt'], [e for e in exts if e.lower() != '.txt']
-        fields = {'audio': stem + (audio or ['.wav'])[0], 'text': '', 'speaker': stem.split(os.sep)[0] if os.sep in stem else None}
-        bad = '' if txt else 'no text file'
-        if txt and audio:
+    files = [os.path.relpath(f, source['path']) for f in files_below(source['path'], (*AUDIO, '.txt'))]
+    stem = lambda file: os.path.splitext(file)[0]
+    texts = {stem(f): f for f in files if f.lower().endswith('.txt')}
+    sounds = {f: stem(f) for f in files if f.lower().endswith(AUDIO)}
+    alone = {s + '.wav': s for s in set(texts) - set(sounds.values())}
+    for n, (audio, s) in enumerate(sorted({**sounds, **alone}.items()), 1):
+        text, bad = '', 'audio file not found: beside its text' if audio in alone else '' if s in texts else 'no text file'
+        if not bad:
             try:
-                fields['text'] = open(os.path.join(path, stem + txt[0]), encoding='utf-8-sig', newline='').read()
-            except UnicodeDecodeError as e:
-                bad = f'text file is not UTF-8: {e}'
-        yield n, bad if audio else 'audio file not found: beside its text', fields
+                with open(os.path.join(source['path'], texts[s]), encoding='utf-8-sig', newline='') as f:
+                    text = f.read()
+            except (UnicodeDecodeError, OSError) as e:
+                bad = f"text file {'unreadable' if isinstance(e, OSError) else 'is not UTF-8'}: {e}"
+        yield n, bad, {'audio': audio, 'text': text, 'speaker': audio.split(os.sep)[0] if os.sep in audio else None}
 
 def table_rows(source):
     """Yields (line number, why the line is dropped or '', dict of the mapped columns) of each data line.
@@ -333,6 +340,8 @@ def table_rows(source):
             if header is None:              # the first line
                 if b'\0' in raw:
                     stop(f'{path}:{n}: NUL bytes, UTF-16 without its mark?: convert the table')
+                if kind == 'ljspeech' and 'columns' not in source and (len(fields) not in (2, 3) or {'audio', 'text'} <= set(fields)):
+                    stop(f"{path}:{n}: {fields}: not id|text or id|text|normalized text: say which is which in the source's columns")
                 header = list(range(len(fields))) if headless else list(fields)
                 columns = {role: c + len(header) if headless and c < 0 else c for role, c in columns.items()}
                 missing = [columns[role] for role in source.get('columns') or ('audio', 'text') if columns[role] not in header]
@@ -366,82 +375,57 @@ def source_rows(number, source, rows=None):
     root = source.get('root') or (path if os.path.isdir(path) else os.path.join(os.path.dirname(path), 'wavs' * (kind == 'ljspeech')))
     for line, bad, fields in table_rows(source) if rows is None else rows:
         audio, text, tag = ('' if fields.get(k) is None else fields[k] for k in ('audio', 'text', 'language'))
-        data = None
-        if isinstance(audio, (dict, bytes)):    # an Audio column: the file's bytes, its path, or both
-            data, audio = (audio, '') if isinstance(audio, bytes) else (audio.get('bytes'), audio.get('path') or '')
+        data = None                             # an Audio column: the file's bytes, its path, or both
+        if isinstance(audio, bytes):
+            data, audio = audio, ''
+        elif isinstance(audio, dict):
+            data, audio = audio.get('bytes'), audio.get('path') or ''
         speaker = fields.get('speaker')
         if isinstance(speaker, float) and speaker.is_integer():
             speaker = int(speaker)              # a column of ints with holes is read as floats
         speaker = '' if speaker is None else clean_text(str(speaker))
-        if not bad and not all(isinstance(x, str) for x in (audio, text, tag)):
+        if not bad and not (all(isinstance(x, str) for x in (audio, text, tag)) and isinstance(data, (bytes, type(None)))):
             bad = f'field is not a string: audio {audio!r}, text {text!r}, language {tag!r}'[:200]
         elif not bad:
-            audio, text, tag = audio.strip(), clean_text(text), tag.strip() or source.get('language_tag')
+            audio, text, tag = audio.strip(), clean_text(text), clean_text(tag) or source.get('language_tag', '')
             audio += '.wav' * (kind == 'ljspeech' and not audio.lower().endswith(AUDIO))
             if not text:
                 bad = 'text empty'
-            elif re.search('[\ud800-\udfff]', text + audio + speaker):      # half a UTF-16 pair: "\ud83d" in a jsonl
+            elif re.search('[\ud800-\udfff]', text + audio + speaker + tag):        # half a UTF-16 pair: "\ud83d" in a jsonl
                 bad = f'not Unicode: {ascii(text)[:200]}'
             elif re.search('[\0\ufffd]', fields['text']):       # half-read UTF-16; a byte that some other program could not decode
                 bad = f'text damaged: {ascii(fields["text"])[:200]}'
             elif not any(c.isalnum() for c in text):            # punctuation, emoji, zero-width characters: nothing to speak
                 bad = f'text without a letter or digit: {ascii(text)[:200]}'
         row = {'source': number, 'line': line, 'audio': str(audio)}
-        yield {**row, 'reason': bad.split(':')[0], 'detail': bad.partition(': ')[2]} if bad else {
-            **row, 'path': data if data is not None else os.path.join(root, audio), 'text': tagged(text, tag), 'tag': (tag or '').lower(),
-            'hash': share_of(text), 'key': key_of(number, text, data if data is not None else audio.encode()),
-            'speaker': None if speaker in NO_SPEAKER else f"{source['name']}/{speaker}"}
+        if bad:
+            reason, _, detail = bad.partition(': ')
+            yield {**row, 'reason': reason, 'detail': detail}
+            continue
+        yield {**row, 'path': os.path.join(root, audio) if data is None else data, 'text': tagged(text, tag), 'tag': tag.lower(),
+               'hash': share_of(text), 'key': key_of(number, text, audio.encode() if data is None else data),
+               'speaker': None if speaker in NO_SPEAKER else f"{source['name']}/{speaker}"}
 
 # ---- Arrow: parquet and Hugging Face datasets
 
-def open_arrow(source):
-    """open_lines of a parquet file, a folder of them, a save_to_disk folder or a Hugging Face dataset; read gives (rows, Arrow table or None):
-    the tokens stay in Arrow."""
-    path, given, hf, split, most = source['path'], source.get('columns') or {}, kind_of(source) == 'hf', source.get('split', 'train'), source.get('max_rows', sys.maxsize)
-    streaming, want, files, groups = source.get('streaming', False), [0], [], []
-    try:
-        import pyarrow as pa, pyarrow.parquet as pq
-        if hf:
-            import datasets
-            load = datasets.load_from_disk if os.path.isdir(path) and not streaming else lambda p: datasets.load_dataset(p, source.get('subset'), split=split, streaming=streaming)
-            data = load(path)
-            data = (data[split] if isinstance(data, dict) else data).with_format('arrow')
-            files = [] if streaming else [f['filename'] for f in data.cache_files]
-            schemas = [next(data.iter(1)).schema if streaming else data.features.arrow_schema]
-    except ImportError as e:
-        stop(f"source {source['name']!r}: {e}: pip install {(e.name or 'datasets').split('.')[0]}")
-    except Exception as e:                      # of many kinds: no such name, no network, no such split, no rows, a broken file
-        stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
-    if not hf:
-        files, schemas = files_below(path, ('.parquet',)) if os.path.isdir(path) else [path], []
-        for f in files:
-            try:
-                with pq.ParquetFile(f) as p:
-                    schemas.append(p.schema_arrow)
-                    groups += [(f, g, p.metadata.row_group(g).num_rows) for g in range(p.num_row_groups)]
-            except (pa.ArrowInvalid, OSError) as e:
-                stop(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
-        if not files:
-            stop(f'{path}: no .parquet file in it')
-    def count():
-        if not streaming:
-            return min(most, len(data) if hf else sum(n for *_, n in groups))
-        known = (data.info.splits or {}).get(split)     # what the Hub says; else one pass over the texts
-        return min(most, known.num_examples) if known and known.num_examples else sum(map(len, data.select_columns([roles['text']]).take(most).iter(1024)))
-    def batches(at=0):
-        nonlocal data
-        if streaming:
-            at = want[0]
-            for batch in data.select_columns(names).skip(at).iter(1024):
-                yield at, batch
-                at += len(batch)
-        elif hf:
-            for at in range(0, len(data), 1024):
-                if at % 16384 == 0 and files:   # what was read of a mapped file stays in resident memory: map it anew
-                    data = pickle.loads(pickle.dumps(data))
-                if at + 1024 > want[0]:
-                    yield at, data.select_columns(names)[at:at + 1024]
-        for f, g, n in groups:                  # of parquet
+def open_parquet(source, want):
+    """(files, the schema of each, count, batches) of a parquet file or a folder of them. batches(names) yields (number of the first row, Arrow
+    table) in order; what lies before row want[0] need not come. count(most, text): rows, at most so many; text is the column to count by."""
+    import pyarrow as pa, pyarrow.parquet as pq
+    path, schemas, groups = source['path'], [], []
+    files = files_below(path, ('.parquet',)) if os.path.isdir(path) else [path]
+    for f in files:
+        try:
+            with pq.ParquetFile(f) as p:
+                schemas.append(p.schema_arrow)
+                groups += [(f, g, p.metadata.row_group(g).num_rows) for g in range(p.num_row_groups)]
+        except (pa.ArrowInvalid, OSError) as e:
+            stop(f"{f}: not a whole parquet file: {' '.join(str(e).split())[:200]}")
+    if not files:
+        stop(f'{path}: no .parquet file in it')
+    def batches(names):
+        at = 0
+        for f, g, n in groups:
             if at + n <= want[0]:               # another rank's
                 at += n
                 continue
@@ -449,6 +433,48 @@ def open_arrow(source):
                 for batch in p.iter_batches(1024, [g], names):      # a row group may be larger than memory
                     yield at, pa.Table.from_batches([batch])
                     at += len(batch)
+    return files, schemas, lambda most, text: min(most, sum(n for *_, n in groups)), batches
+
+def open_hf(source, want):
+    """open_parquet of a save_to_disk folder or a Hugging Face dataset."""
+    import datasets
+    path, split, streaming = source['path'], source.get('split', 'train'), source.get('streaming', False)
+    try:
+        if os.path.isdir(path) and not streaming:
+            data = datasets.load_from_disk(path)
+        else:
+            data = datasets.load_dataset(path, source.get('subset'), split=split, streaming=streaming)
+        data = (data[split] if isinstance(data, dict) else data).with_format('arrow')
+        schema = next(data.iter(1)).schema if streaming else data.features.arrow_schema
+    except Exception as e:                      # of many kinds: no such name, no network, no such split, no rows, a broken file
+        stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+    files = [] if streaming else [f['filename'] for f in data.cache_files]
+    def count(most, text):
+        if not streaming:
+            return min(most, len(data))
+        known = (data.info.splits or {}).get(split)         # what the Hub says; else one pass over the texts
+        return min(most, known.num_examples) if known and known.num_examples else sum(map(len, data.select_columns([text]).take(most).iter(1024)))
+    def batches(names):
+        at, mapped = want[0], data
+        if streaming:
+            for batch in data.select_columns(names).skip(at).iter(1024):
+                yield at, batch
+                at += len(batch)
+            return
+        for at in range(0, len(data), 1024):
+            if at % 16384 == 0 and files:       # what was read of a mapped file stays in resident memory: map it anew
+                mapped = pickle.loads(pickle.dumps(mapped))
+            if at + 1024 > want[0]:
+                yield at, mapped.select_columns(names)[at:at + 1024]
+    return files, [schema], count, batches
+
+def open_arrow(source):
+    """open_lines of parquet and Hugging Face datasets. Tokens stay in Arrow: read gives (rows, list of Arrow tables), and (rows, None) of audio."""
+    path, given, most, want = source['path'], source.get('columns') or {}, source.get('max_rows', sys.maxsize), [0]
+    try:
+        files, schemas, count, batches = (open_hf if kind_of(source) == 'hf' else open_parquet)(source, want)
+    except ImportError as e:
+        stop(f"source {source['name']!r}: {e}: pip install {(e.name or 'datasets').split('.')[0]}")
     prefix, has = given.get('layers', 'nano_layer_'), schemas[0].names
     layers = sorted((n for n in has if re.fullmatch(re.escape(prefix) + '[0-9]+', n)), key=lambda n: int(n[len(prefix):]))
     wanted = {f'layer{k}': f'{prefix}{k + 1}' for k in range(NANO['groups'])}
@@ -456,36 +482,42 @@ def open_arrow(source):
         stop(f"{(files or [path])[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
     roles = {**(wanted if layers else {'audio': 'audio'}), 'text': 'text', **{k: k for k in ('speaker', 'encoded_len')[:1 + bool(layers)] if k in has}}
     roles.update((k, v) for k, v in given.items() if k != 'layers' and not (layers and k == 'audio'))
+    ints = r'u?int(8|16|32|64)'
+    types = {**{c: (rf'(large_|fixed_size_)?list<\w+: {ints}( not null)?>(\[\d+\])?', 'a list of ints') for c in layers},
+             roles.get('encoded_len'): (ints + '|float|double|null', 'ints')}
     for f, schema in zip(files or [path], schemas):
-        missing = [c for c in roles.values() if c not in schema.names]
+        missing = [c for c in roles.values() if schema.names.count(c) != 1]
         if missing:
-            stop(f"{f}: no column {', '.join(map(repr, missing))}; it has {schema.names}: say which is which in the source's columns")
-        for c in layers:
-            if not re.fullmatch(r'(large_|fixed_size_)?list<\w+: u?int(8|16|32|64)( not null)?>(\[\d+\])?', str(schema.field(c).type)):
-                stop(f'{f}: column {c} is {schema.field(c).type}, wanted a list of ints')
-    names = list(dict.fromkeys(roles.values()))
-    stream, held = batches(), []                # read forward, also where rows could be had in any order
+            stop(f"{f}: no column {', '.join(map(repr, missing))} or more than one; it has {schema.names}: say which is which in the source's columns")
+        for c, (pattern, what) in types.items():
+            if c and not re.fullmatch(pattern, str(schema.field(c).type)):
+                stop(f'{f}: column {c} is {schema.field(c).type}, wanted {what}')
+    stream, held = batches(list(dict.fromkeys(roles.values()))), []     # read forward, also where rows could be had in any order
     def read(start, end):
-        want[0], parts, upto = start, [], -1
+        want[0], parts, upto = start, [], start
         while upto < end:
             at, batch = held.pop() if held else next(stream, (None, None))
             if batch is None:
-                stop(f'{path}: it ended before row {end}; {count()} rows were promised')
+                stop(f"{path}: it ended before row {end}; {count(most, roles['text'])} rows were promised")
             upto = at + len(batch)
             if upto > start:
-                parts.append(batch.slice(max(0, start - at), end - max(at, start)))
-        held.extend([(at, batch)] * (upto > end))
-        table = pa.concat_tables(parts).select(list(roles.values())).rename_columns(list(roles))
-        plain = table.select([c for c in table.column_names if c != 'encoded_len' and not c.startswith('layer')])
-        return [(start + n, '', fields) for n, fields in enumerate(plain.to_pylist(), 1)], table if layers else None
-    return count, read, files, bool(layers)
+                part = batch.slice(max(0, start - at), end - max(at, start))
+                parts.append(part.select(list(roles.values())).rename_columns(list(roles)))
+        if upto > end:
+            held.append((at, batch))
+        plain = [k for k in roles if k != 'encoded_len' and not k.startswith('layer')]
+        rows = [fields for part in parts for fields in part.select(plain).to_pylist()]      # not joined: another file may have other types
+        return [(start + n, '', fields) for n, fields in enumerate(rows, 1)], parts if layers else None
+    return lambda: count(most, roles['text']), read, files, bool(layers)
 
 def tokens_of(table, radix):
     """Token columns of a batch -> of each row its codes uint16 [frames, layers], or (reason, detail)."""
     import pyarrow.compute as pc
     names, why, none = [n for n in table.column_names if re.fullmatch(r'layer\d+', n)], {}, -2 ** 63         # none: a null in a list
-    length = np.stack([pc.fill_null(pc.list_value_length(table[n]), -1).to_numpy() for n in names], 1).astype(np.int64)    # [rows, layers]
-    said = pc.fill_null(table['encoded_len'], -1).to_numpy() if 'encoded_len' in table.column_names else length[:, 0]
+    length = np.stack([pc.fill_null(pc.list_value_length(table[n]), -1).to_numpy() for n in names], 1).astype(np.int64)        # [rows, layers]
+    said = length[:, 0]
+    if 'encoded_len' in table.column_names:
+        said = pc.fill_null(table['encoded_len'].cast('int64', safe=False), -1).to_numpy()
     for fault, reason, detail in (((length < 0).any(1), 'tokens missing', lambda i: f'layer {np.argmin(length[i]) + 1} is null'),
                                   ((length != length[:, :1]).any(1), 'layers of different lengths', lambda i: str(length[i].tolist())),
                                   (length[:, 0] != said, 'encoded_len disagrees', lambda i: f'{said[i]}, but {length[i, 0]} frames')):
@@ -519,24 +551,31 @@ def sha256_of(path):
         return hashlib.file_digest(f, 'sha256').hexdigest()
 
 def hash_of(files):
-    """Of a source: a table whole; of many or large files the names, the sizes and the last 64 KB, where parquet keeps its footer."""
+    """Of a source: a table whole; of many or large files names and sizes, and, but for audio, the last 64 KB, where parquet keeps its footer."""
     if len(files) == 1 and not files[0].endswith(('.parquet', '.arrow')):
         return sha256_of(files[0])
-    h = hashlib.sha256()
+    h, above = hashlib.sha256(), len(os.path.commonpath(files)) if files else 0
     for path in files:
-        with open(path, 'rb') as f:
-            size = f.seek(0, 2)
-            f.seek(max(0, size - 65536))
-            h.update(f'{os.path.basename(path)}\0{size}\0'.encode('utf-8', 'surrogateescape') + f.read())
+        h.update(path[above:].encode('utf-8', 'surrogateescape') + b'\0')
+        try:
+            size = os.path.getsize(path)
+            h.update(f'{size}\0'.encode())
+            if not path.lower().endswith(AUDIO):
+                with open(path, 'rb') as f:
+                    f.seek(max(0, size - 65536))
+                    h.update(f.read())
+        except OSError:
+            pass                                # gone or not readable: its row will say so
     return h.hexdigest()
 
 def save(path, write):
     """write(file) into a temporary name, down to the disk, then renamed: path is whole or not there."""
-    with open(path + '.tmp', 'wb') as f:
+    beside = f'{path}.{os.getpid()}.tmp'        # of this process: a rank of a killed run may still be writing the same
+    with open(beside, 'wb') as f:
         write(f)
         f.flush()
         os.fsync(f.fileno())
-    os.replace(path + '.tmp', path)
+    os.replace(beside, path)
 
 def lay_out(rows):
     """Fills in where each row of a ROW array lies: end to end, in 64 bits."""
@@ -585,8 +624,14 @@ def print_table(meta):
 if __name__ == '__main__':
     from configurator import configure
     config = configure(globals())
+    def disk_fault(kind, e, trace):
+        """A disk that is full or can't be read is not a bug: one line. Units that are done stay."""
+        if not issubclass(kind, OSError):
+            return sys.__excepthook__(kind, e, trace)
+        stop(str(e) if e.filename else f'{e} (in {out_dir}.building)')
+    sys.excepthook = disk_fault
     out_dir = out_dir.rstrip('/')
-    if not out_dir:
+    if not out_dir or os.path.ismount(out_dir):             # a mounted folder can't be put in the place of another
         stop(f"out_dir: a folder to be made, got {config['out_dir']!r}")
 
     # ranks share nothing but a counter of the units taken and the disk. Rank 0 checks everything, then the others begin
@@ -601,7 +646,8 @@ if __name__ == '__main__':
                 sys.exit()                                  # there is nothing to do
 
     # validate: every fault is named before torch is imported
-    for low, high, keys in ((0, 1, 'silence_peak max_reject_share val_share'), (0, math.inf, 'max_seconds max_text_tokens val_speakers num_workers batch_seconds check_rows'),
+    for low, high, keys in ((0, 1, 'silence_peak max_reject_share val_share'),
+                            (0, math.inf, 'max_seconds max_text_tokens val_speakers num_workers batch_seconds check_rows'),
                             (1, math.inf, 'min_frames min_clips_per_speaker unit_rows')):
         for key in keys.split():
             if not low <= config[key] <= high:
@@ -620,17 +666,20 @@ if __name__ == '__main__':
         stop(f"tokenizer {tokenizer!r}: {' '.join(str(e).split())[:300]}")
     length, special, beside = tok.get_vocab_size(), dict(special_tokens), os.path.join(tokenizer, 'gepard_special_tokens.json')
     if not special:
-        if not os.path.exists(beside):
-            stop(f'special_tokens is {{}}, and there is no {beside}')
-        special = {k: v for k, v in json.load(open(beside)).items() if k != 'tokeniser_length'}
-    specials = set(special.values())
+        try:
+            special = {k: v for k, v in json.load(open(beside)).items() if k != 'tokeniser_length'}
+        except (OSError, ValueError, AttributeError) as e:
+            stop(f'special_tokens is {{}}, and {beside}: {e}')
+    specials = {v for v in special.values() if type(v) is int and 0 <= v < length}
     wanted = {'start_of_speech', 'end_of_speech', 'start_of_text', 'end_of_text', 'tts_pad'}
-    if set(special) != wanted or len(specials) < 5 or not all(0 <= v < length for v in special.values()):
+    if set(special) != wanted or len(specials) < 5:
         stop(f"special_tokens: {', '.join(sorted(wanted))} take five different ids below {length}, the length of {tokenizer}; got {special}")
 
     # the settings that the bytes depend on: those of an earlier run in the same place must be the same
     counts, readers, files, tokenized = zip(*((open_arrow if kind_of(s) in ('parquet', 'hf') else open_lines)(s) for s in sources))
-    if device == 'auto' and not all(tokenized):             # tokens need neither codec nor torch
+    if device == 'auto' and all(tokenized):                 # tokens need neither codec nor torch
+        device = 'cpu'
+    elif device == 'auto':
         import torch
         device = f'cuda:{local_rank % torch.cuda.device_count()}' if torch.cuda.is_available() else 'cpu'     # several ranks may share a GPU
     bound = ('batch_seconds', 'unit_rows') if device.startswith('cuda') else ()
@@ -640,17 +689,25 @@ if __name__ == '__main__':
     building = out_dir + '.building'
     if not rank:
         settings['table_hashes'] = {s['name']: hash_of(f) for s, f in zip(sources, files)}
-        finished, begun = (os.path.join(folder, 'meta.json' if folder == out_dir else 'settings.json') for folder in (out_dir, building))
-        if os.path.isfile(out_dir) or os.path.isdir(out_dir) and os.listdir(out_dir) and not os.path.exists(finished):
-            stop(f'{out_dir} is or holds files that are not a corpus: choose another --out_dir')
-        for file in (finished, begun):
-            old = json.load(open(file)) if os.path.exists(file) else {}
-            changed = old and differing(old.get('settings', old), settings)
+        begun, made = os.path.join(building, 'settings.json'), {}       # made: folder -> the settings it was made with
+        if os.path.isfile(out_dir) or os.path.isdir(out_dir) and os.listdir(out_dir):
+            try:
+                meta = json.load(open(os.path.join(out_dir, 'meta.json'), encoding='utf-8'))
+                made[out_dir] = {MAGIC: meta['settings']}[meta['magic']]
+            except (OSError, ValueError, LookupError, TypeError):
+                stop(f'{out_dir} is or holds files that are not a corpus: choose another --out_dir')
+        if os.path.exists(begun):
+            made[building] = json.load(open(begun))
+        for folder, old in made.items():
+            changed = differing(old, settings)
             if changed and not overwrite:
-                stop(f"{os.path.dirname(file)} was made with other settings ({'; '.join(changed)}): choose another --out_dir, or --overwrite")
-        if os.path.exists(finished) and not overwrite:
+                stop(f"{folder} was made with other settings ({'; '.join(changed)}): choose another --out_dir, or --overwrite")
+        if out_dir in made and not overwrite:
+            try:
+                print_table(Corpus(out_dir).meta)
+            except (OSError, ValueError) as e:
+                stop(f'{e}: --overwrite makes it anew')
             print(f'{out_dir} is complete and was made with these settings: nothing to do')
-            print_table(Corpus(out_dir).meta)
             shutil.rmtree(building, ignore_errors=True)
             if world > 1:
                 store.set('checked', '[]')
@@ -664,7 +721,7 @@ if __name__ == '__main__':
             stop(f'another prepare.py is building {out_dir}')
         except OSError as e:
             stop(f'out_dir: {e}')
-        if os.path.exists(begun) and differing(json.load(open(begun)), settings):       # overwrite: nothing of the other settings stays
+        if differing(made.get(building), settings):     # overwrite, or killed in its last act: nothing of the other settings stays
             for entry in os.scandir(building):
                 shutil.rmtree(entry) if entry.is_dir() else os.remove(entry) if entry.name != 'lock' else None
         save(begun, lambda f: f.write(json.dumps(settings).encode()))
@@ -685,12 +742,12 @@ if __name__ == '__main__':
         print(f'{total:,} rows in {len(sources)} sources = {len(units):,} units of {unit_rows} rows, {len(units) - missing:,} of them done before')
 
     nano, spec = None, NANO
-    if not all(tokenized):                              # tokens need no codec
+    if not all(tokenized) or check_rows and not rank:   # of tokens alone only check-*.wav needs a codec
         from codec import NanoCodec
         try:
             nano = NanoCodec(codec, device)
         except (ValueError, OSError, ImportError, RuntimeError, AssertionError) as e:
-            stop(f"codec {codec!r} on {device}: {' '.join(str(e).split())[:300]}")
+            stop(f"codec {codec!r} on {device}: {' '.join(str(e).split())[:300]}" + '; --check_rows=0 needs none' * all(tokenized))
         nano.limit = int(batch_seconds * nano.sample_rate / nano.hop) or nano.limit
         spec = {'sample_rate': nano.sample_rate, 'hop': nano.hop, 'levels': list(nano.levels), 'groups': nano.groups}
         if spec != NANO and any(tokenized):
@@ -721,7 +778,7 @@ if __name__ == '__main__':
             continue
         (source, *_, file), rows, table = ahead.popleft()
         if table:
-            for r, codes in zip(rows, tokens_of(table, radix)):
+            for r, codes in zip(rows, (codes for part in table for codes in tokens_of(part, radix))):
                 if 'reason' not in r:
                     r['clip'] = codes
         good = [r for r in rows if 'reason' not in r]
@@ -747,11 +804,13 @@ if __name__ == '__main__':
                 r['key'] = key_of(source, r['text'], codes)
         names, tags = sorted({r['speaker'] for r in good} - {None}), sorted({r['tag'] for r in good})
         who = {None: -1, **{n: k for k, n in enumerate(names)}}
-        draft = np.array([(len(r['ids']), len(r['codes']), r['line'], source, who[r['speaker']], r['hash'], r['key'], tags.index(r['tag']), len(r['text'].split())) for r in good], dtype=DRAFT)
+        draft = np.array([(len(r['ids']), len(r['codes']), r['line'], source, who[r['speaker']], r['hash'], r['key'], tags.index(r['tag']),
+                           len(r['text'].split())) for r in good], dtype=DRAFT)
         rejects = [{k: r[k] for k in ('line', 'audio', 'reason', 'detail')} for r in rows if 'reason' in r]
-        words = json.dumps({'names': names, 'tags': tags, 'rejects': rejects}).encode()
-        save(file, lambda f: np.savez(f, draft=draft, words=np.frombuffer(words, dtype=np.uint8), text=np.concatenate([np.zeros(0, '<u4'), *(r['ids'] for r in good)]),
-                                      codes=np.concatenate([np.zeros((0, groups), '<u2'), *(r['codes'] for r in good)])))
+        words = np.frombuffer(json.dumps({'names': names, 'tags': tags, 'rejects': rejects}).encode(), dtype=np.uint8)
+        text = np.concatenate([np.zeros(0, '<u4'), *(r['ids'] for r in good)])
+        codes = np.concatenate([np.zeros((0, groups), '<u2'), *(r['codes'] for r in good)])
+        save(file, lambda f: np.savez(f, draft=draft, words=words, text=text, codes=codes))
         seconds, dropped = seconds + draft['frame_len'].sum() * hop / rate, dropped + len(rejects)
         done, spent = done + 1, time.time() - begin
         if not rank and (time.time() - said > 5 or done == missing):
@@ -790,7 +849,6 @@ if __name__ == '__main__':
     trained = np.bincount(who[unique & (who >= 0) & (split == 0)], minlength=len(names))
     low = (clips > 0) & ~held & (trained < min_clips_per_speaker)       # counted after filters, without held-out texts
     keep = unique & ~of(low) if singleton_policy == 'remove' else unique
-    low_rows = int((of(low) & unique).sum())
     speakers = sorted(n for n, k in number.items() if clips[k] and not low[k])
     place = {n: i for i, n in enumerate(speakers)}
     index = np.zeros(keep.sum(), dtype=ROW)
@@ -798,65 +856,62 @@ if __name__ == '__main__':
         index[field] = draft[field][keep]
     lay_out(index)
     index['split'], index['speaker'] = split[keep], np.array([place.get(n, -1) for n in names] + [-1])[who[keep]]
-    nulls, per_source, why = int((index['speaker'] < 0).sum()), range(len(sources)), [Counter() for _ in sources]
-    new, replaced = os.path.join(building, 'corpus'), os.path.join(building, 'replaced')
+    nulls, why, text_stats = int((index['speaker'] < 0).sum()), [Counter() for _ in sources], []        # why: of each source, reason -> rows
+    new, replaced, failed, at = os.path.join(building, 'corpus'), os.path.join(building, 'replaced'), not len(index) or bad > max_reject_share * total, 0
     shutil.rmtree(new, ignore_errors=True)
     os.makedirs(new)
-    def write_rejects(f, at=0):
+    with (open(f'{new}/codes.bin', 'wb') as codes_file, open(f'{new}/text.bin', 'wb') as text_file, open(f'{new}/rejects.jsonl', 'wb') as rejects_file):
         for (i, *_, file), size in zip(units, sizes):
+            kept = keep[at:at + size]
             with np.load(file) as u:
                 rejects = json.loads(u['words'].tobytes())['rejects']
-            for k in at + np.flatnonzero(~keep[at:at + size]):
+                if not failed:
+                    codes_file.write(u['codes'][np.repeat(kept, u['draft']['frame_len'])].tobytes())
+                    text_file.write(u['text'][np.repeat(kept, u['draft']['text_len'])].tobytes())
+            for k in at + np.flatnonzero(~kept):
                 reason, detail = ('speaker with too few clips', names[who[k]]) if unique[k] else ('duplicate row', f"of line {draft['line'][first[k]]}")
                 rejects.append({'line': int(draft['line'][k]), 'audio': '', 'reason': reason, 'detail': detail})
             at += size
             why[i].update(r['reason'] for r in rejects)
             for r in sorted(rejects, key=lambda r: r['line']):
-                f.write((json.dumps({**r, 'file': sources[i]['path']}, ensure_ascii=False, sort_keys=True) + '\n').encode('utf-8', 'backslashreplace'))
-    save(os.path.join(new, 'rejects.jsonl'), write_rejects)
-    text_stats, cell = [], draft['source'].astype(np.int64) * max(1, len(tags)) + draft['tag']      # by source and language
-    for c in np.unique(cell[keep]):
-        in_cell = draft[keep & (cell == c)]
-        sums = {k: int(in_cell[k].sum()) for k in ('text_len', 'frame_len', 'words')}
-        text_stats.append({'source': sources[in_cell['source'][0]]['name'], 'language': list(tags)[in_cell['tag'][0]], 'rows': len(in_cell),
-                           'hours': sums['frame_len'] * hop / rate / 3600, 'words': sums['words'], 'tokens': sums['text_len']})
-    text_stats.sort(key=lambda t: ([s['name'] for s in sources].index(t['source']), t['language']))
+                line = json.dumps({**r, 'file': sources[i]['path']}, ensure_ascii=False, sort_keys=True) + '\n'
+                rejects_file.write(line.encode('utf-8', 'backslashreplace'))
+        for f in (codes_file, text_file, rejects_file):
+            f.flush()
+            os.fsync(f.fileno())
+    for i, source in enumerate(sources):
+        for tag in sorted(tags):
+            cell = draft[keep & (draft['source'] == i) & (draft['tag'] == tags[tag])]
+            if len(cell):
+                text_stats.append({'source': source['name'], 'language': tag, 'rows': len(cell), 'hours': int(cell['frame_len'].sum()) * hop / rate / 3600,
+                                   'words': int(cell['words'].sum()), 'tokens': int(cell['text_len'].sum())})
     meta = {
         'magic': MAGIC, 'version': VERSION,
         'rows': len(index), 'frames': int(index['frame_len'].sum()), 'tokens': int(index['text_len'].sum()),
         'codec': {'id': codec, **spec},
         'tokenizer': {'id': tokenizer, 'hash': settings['tokenizer_hash'], 'length': length},
         'special_tokens': special, 'sources': settings['sources'], 'settings': settings,
-        'counts': {'kept': {sources[i]['name']: int((index['source'] == i).sum()) for i in per_source},
-                   'dropped': {sources[i]['name']: dict(sorted(why[i].items())) for i in per_source},
+        'counts': {'kept': {s['name']: int((index['source'] == i).sum()) for i, s in enumerate(sources)},
+                   'dropped': {s['name']: dict(sorted(w.items())) for s, w in zip(sources, why)},
                    'split': {name: int((index['split'] == i).sum()) for i, name in enumerate(SPLITS)}},
         'languages': sorted({t['language'] for t in text_stats} - {''}), 'text_stats': text_stats,
         'speaker_stats': {'usable_speakers': len(speakers), 'usable_rows': len(index) - nulls,
-                          'low_count_speakers': int(low.sum()), 'low_count_rows': low_rows,
+                          'low_count_speakers': int(low.sum()), 'low_count_rows': int((of(low) & unique).sum()),
                           'null_rows': nulls, 'null_share': nulls / max(1, len(index)),
                           'speakers_by_clips': {str(c): n for c, n in sorted(Counter(clips[clips > 0].tolist()).items())}},
         'speakers': speakers}
-    if not len(index) or bad > max_reject_share * total:
+    if failed:
         print_table(meta)
-        stop(f'{bad:,} of {total:,} rows are bad ({bad / total:.1%}), max_reject_share is {max_reject_share:.1%}: see {new}/rejects.jsonl')
-    for what, item in (('codes', 'frame_len'), ('text', 'text_len')):
-        def write(f, at=0):
-            for (*_, file), size in zip(units, sizes):
-                with np.load(file) as u:
-                    f.write(u[what][np.repeat(keep[at:at + size], u['draft'][item])].tobytes())
-                at += size
-        save(os.path.join(new, what + '.bin'), write)
-    save(os.path.join(new, 'index.bin'), lambda f: f.write(index.tobytes()))
-    save(os.path.join(new, 'meta.json'), lambda f: f.write(json.dumps(meta, indent=1, ensure_ascii=False).encode()))
+        stop(f"{'no row is left: ' * (not len(index))}{bad:,} of {total:,} rows are bad ({bad / total:.1%}), max_reject_share is {max_reject_share:.1%}: "
+             f'see {new}/rejects.jsonl; if you mend rows, remove {building} before the next run')
+    save(f'{new}/index.bin', lambda f: f.write(index.tobytes()))
+    save(f'{new}/meta.json', lambda f: f.write(json.dumps(meta, indent=1, ensure_ascii=False).encode()))
     corpus = Corpus(new)                            # sizes and ranges, once more, before it is shown
     if picture:
-        draw(os.path.join(new, 'report.png'), corpus.rows, meta)
-    for i in np.unique(np.linspace(0, len(corpus) - 1, check_rows).astype(int)):
+        draw(f'{new}/report.png', corpus.rows, meta)
+    for i in np.unique(np.linspace(0, len(corpus) - 1, min(check_rows, len(corpus))).astype(int)):
         import soundfile
-        if not nano:
-            from codec import NanoCodec
-            nano = NanoCodec(codec, 'cpu')
-        soundfile.write(os.path.join(new, f'check-{i}.wav'), nano.decode([corpus.codes(i)])[0], rate, subtype='PCM_16')
+        soundfile.write(f'{new}/check-{i}.wav', nano.decode([corpus.codes(i)])[0], rate, subtype='PCM_16')
         print(f'{out_dir}/check-{i}.wav should say: {tok.decode(corpus.text(i).tolist())[:200]}')
     if os.path.isdir(out_dir):
         shutil.rmtree(replaced, ignore_errors=True)

@@ -1,5 +1,5 @@
 """pytest tests/test_prepare.py          seconds on CPU; a fake codec of a few lines, the real offline codec in the last test"""
-import contextlib, csv, fcntl, io, json, os, runpy, shutil, signal, subprocess, sys, types, wave
+import contextlib, csv, fcntl, io, json, os, resource, runpy, shutil, signal, subprocess, sys, types
 
 import numpy as np
 import pytest
@@ -38,7 +38,7 @@ def fake(monkeypatch):
 def prepare(out, sources, *flags):
     """Run the script in this process, as from the command line; returns what it said where it stopped, else the corpus."""
     argv = [SCRIPT, f'--out_dir={out}', f'--sources={sources!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False', '--check_rows=0', *flags]
-    old, sys.argv = sys.argv, argv
+    old, hook, sys.argv = sys.argv, sys.excepthook, argv
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
@@ -48,7 +48,7 @@ def prepare(out, sources, *flags):
             assert e.code == 2
             return said.getvalue()
     finally:
-        sys.argv = old
+        sys.argv, sys.excepthook = old, hook
     return Corpus(str(out))
 
 def tone(samples, rate=22050, hz=220.0, level=0.3):
@@ -207,6 +207,7 @@ def test_ljspeech(tmp_path, fake):
     ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16-le'), 'a.csv:1: NUL bytes'), ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-32'), 'a.csv:1: not UTF-8'),
     ('a.csv', 'audio,text\r0.wav,x\r', 'a.csv:1: bad quotes'),
     ('a.csv', 'audio,text\n\n', 'no rows in'), ('a.csv', '', 'no rows in'),
+    ('a.csv', 'audio|text|speaker\n0.wav|x|s\n', 'a.csv:1: [\'audio\', \'text\', \'speaker\']: not id|text'), ('a.csv', '0|s|en|x\n', 'a.csv:1: ['),
     ('a.txt', 'audio,text\n', 'one of csv, tsv')))
 def test_a_wrong_table_is_an_error_with_file_and_line(tmp_path, fake, name, data, said):
     assert said in prepare(tmp_path / 'out', ({'name': 'a', 'path': write(tmp_path / name, data)},))
@@ -229,7 +230,10 @@ def test_a_wrong_source_is_an_error(tmp_path, fake, change, said):
 
 @pytest.mark.parametrize('flag, said', (
     ('--max_seconds=-1', 'max_seconds'), ('--val_share=1.5', 'val_share'), ('--singleton_policy=drop', 'singleton_policy'), ('--min_clips_per_speaker=0', 'min_clips_per_speaker'),
-    ('--val_speakers=9', 'only 3 speakers'), ('--tokenizer=./nothing', 'no tokenizer.json'), ("--special_tokens={'a': 1}", 'five different ids'), ('--sources=()', 'sources: at least one')))
+    ('--val_speakers=9', 'only 3 speakers'), ('--tokenizer=./nothing', 'no tokenizer.json'), ("--special_tokens={'a': 1}", 'five different ids'), ('--sources=()', 'sources: at least one'),
+    ('--out_dir=/', 'out_dir: a folder to be made'), ('--out_dir=/proc', 'out_dir: a folder to be made'),       # a mounted folder can't be replaced
+    *((f"--special_tokens={dict(zip(('start_of_speech', 'end_of_speech', 'start_of_text', 'end_of_text', 'tts_pad'), ids))}", 'five different ids below 261')
+      for ids in ((1, 2, 3, 4, 'a'), (1, 2, 3, 4, [5]), (1, 2, 3, 4, 5.5), (1, 2, 3, 4, 261), (1, 2, 3, 4, -1), (1, 2, 3, 4, 4)))))
 def test_a_wrong_setting_is_an_error(tmp_path, fake, flag, said):
     assert said in prepare(tmp_path / 'out', (speech(tmp_path),), flag)
 
@@ -240,6 +244,60 @@ def test_missing_keys_and_other_types_are_an_error(tmp_path, fake):
         got = prepare(tmp_path / 'out', sources)
         assert said in got and got.count('\n') == 1
 
+@pytest.mark.parametrize('content, said', (('{"a"', 'Expecting'), ('[1]', "'list' object"), ('{"tokeniser_length": 9}', 'five different ids'), (None, 'No such file')))
+def test_special_tokens_beside_the_tokenizer(tmp_path, fake, content, said):
+    os.mkdir(tmp_path / 'tok')
+    shutil.copy(os.path.join(TOKENIZER, 'tokenizer.json'), tmp_path / 'tok')
+    if content is not None:
+        write(tmp_path / 'tok/gepard_special_tokens.json', content)
+    got = prepare(tmp_path / 'out', (speech(tmp_path),), f'--tokenizer={tmp_path}/tok')
+    assert said in got and got.count('\n') == 1
+
+def test_the_example_at_full_size_has_no_fault_but_its_paths():
+    config = {}
+    exec(open(os.path.join(ROOT, 'config/prepare.py')).read(), config)
+    for source in config['sources']:
+        kind = source.get('kind') or {'lj': 'ljspeech', 'mls_es': 'tsv', 'studio': 'folder'}[source['name']]
+        there = {**source, 'kind': kind, 'path': ROOT if kind in ('folder', 'parquet', 'hf') else __file__, **({'root': ROOT} if 'root' in source else {})}
+        assert prepare_module.fault_of(there) == ''
+
+def test_a_pipe_in_a_text_and_the_first_rows_only(tmp_path, fake):
+    speech(tmp_path)
+    a = {'name': 'a', 'path': write(tmp_path / 'a.csv', 'audio,text\n0.wav,one | two\n1.wav,"three|"\n2.wav,|\n')}
+    c = prepare(tmp_path / 'out', (a,), '--max_reject_share=1')
+    assert [bytes(c.text(i).astype(np.uint8)).decode() for i in range(len(c))] == ['one | two', 'three|'] and rejects(c.path)[0]['line'] == 4
+    lj = {'name': 'lj', 'path': write(tmp_path / 'lj.csv', '0|a\n1|b\n2|c\n'), 'root': str(tmp_path)}
+    os.mkdir(tmp_path / 'f')
+    for i in range(3):
+        shutil.copy(tmp_path / f'{i}.wav', tmp_path / 'f')
+        write(tmp_path / f'f/{i}.txt', f'say {i}')
+    for source in (a, lj, {'name': 'f', 'path': str(tmp_path / 'f')}):
+        for unit_rows in (1, 256):
+            c = prepare(tmp_path / f"{source['name']}{unit_rows}", ({**source, 'max_rows': 2},), f'--unit_rows={unit_rows}')
+            assert len(c) == 2 and not rejects(c.path)
+    c = prepare(tmp_path / 'mixed', ({**a, 'max_rows': 1}, {**lj, 'max_rows': 9}, speech(tmp_path, source='s')), '--unit_rows=2')
+    assert c.rows['source'].tolist() == [0, 1, 1, 1] + [2] * 12 and c.meta['counts']['kept'] == {'a': 1, 'lj': 3, 's': 12}
+
+def test_folders_with_odd_files(tmp_path, fake):
+    """Links that lead back or nowhere, two audio files with one text, a name that is no UTF-8: each is a row or a reject, once."""
+    speech(tmp_path)
+    os.makedirs(tmp_path / 'f/bob')
+    for i, name in enumerate(('bob/a.wav', 'bob/a.WAV', 'bob/b.wav', 'c.wav')):
+        shutil.copy(tmp_path / f'{i}.wav', tmp_path / 'f' / name)
+    for name in ('bob/a', 'd'):
+        write(tmp_path / f'f/{name}.txt', f'text of {name}')
+    os.symlink(tmp_path / 'f', tmp_path / 'f/bob/back')
+    os.symlink('/nowhere', tmp_path / 'f/d.wav')
+    os.symlink('/nowhere', tmp_path / 'f/c.txt')
+    for end in (b'.wav', b'.txt'):
+        open(os.path.join(os.fsencode(tmp_path / 'f'), b'caf\xe9' + end), 'wb').close()
+    source = {'name': 'a', 'path': str(tmp_path / 'f')}
+    c = prepare(tmp_path / 'out', (source,), '--max_reject_share=1', '--min_clips_per_speaker=1')
+    assert [bytes(c.text(i).astype(np.uint8)).decode() for i in range(len(c))] == ['text of bob/a'] * 2 and c.speakers == ['a/bob']
+    assert [(r['audio'], r['reason']) for r in rejects(c.path)] == [('bob/b.wav', 'no text file'), ('c.wav', 'text file unreadable'), ('caf\udce9.wav', 'text empty'), ('d.wav', 'audio file not found')]
+    os.rename(tmp_path / 'f/bob', tmp_path / 'f/tom')           # another speaker: the corpus is not the same
+    assert 'table_hashes.a' in prepare(tmp_path / 'out', (source,), '--max_reject_share=1', '--min_clips_per_speaker=1')
+
 def test_odd_rows_are_counted_not_lost(tmp_path, fake):
     speech(tmp_path)
     lines = ['audio,text,speaker', '0.wav,one,s', '1.wav,,s', '2.wav," \u00a0\t",s', '', '3.wav,one more', '0.wav,one,t', '0.wav,two,s', '4.wav,a\u2028b,s', '5.wav,"' + 'x' * 200000 + '",s', '', '']
@@ -247,11 +305,18 @@ def test_odd_rows_are_counted_not_lost(tmp_path, fake):
     c = prepare(tmp_path / 'out', ({'name': 'a', 'path': path},), '--max_reject_share=0.6', '--max_text_tokens=0')
     assert c.rows['line'].tolist() == [2, 8, 9, 10] and c.rows['text_len'].tolist() == [3, 3, 3, 200000]
     assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(3, 'text empty'), (4, 'text empty'), (5, 'line is blank'), (6, 'wrong number of fields'), (7, 'duplicate row')]
+    assert c.meta['rows'] + sum(c.meta['counts']['dropped']['a'].values()) == 9        # all lines but the header and the blank ones at the end
     lines = [{'audio': '0.wav', 'text': 't'}, {'audio': '1.wav', 'text': None}, {'audio': '1.wav'}, {'audio': 7, 'text': 't'}, {'audio': '2.wav', 'text': '\ud83d'}, {'audio': None, 'text': 't'}, [1]]
     path = write(tmp_path / 'odd.jsonl', ''.join(json.dumps(x) + '\n' for x in lines) + '{"audio": \n')
     c = prepare(tmp_path / 'out2', ({'name': 'a', 'path': path},), '--max_reject_share=1')
     assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(2, 'text empty'), (3, 'text empty'), (4, 'field is not a string'), (5, 'not Unicode'),
         (6, 'audio file not found'), (7, 'line is not a JSON object'), (8, 'line is not JSON')] and len(c) == 1
+    lines = [{'audio': {'bytes': 'abc'}}, {'audio': {'path': 5}}, {'audio': {'path': '0.wav'}}, {'lang': '\ud83d'}, {'lang': 'e\0s'}, {'lang': 7}, {'audio': 'a\0.wav'}, {'audio': 'x' * 5000}, {'text': {}}]
+    path = write(tmp_path / 'odder.jsonl', ''.join(json.dumps({'audio': '1.wav', 'text': 't', 'lang': None, **x}) + '\n' for x in lines))
+    c = prepare(tmp_path / 'out3', ({'name': 'a', 'path': path, 'columns': {'audio': 'audio', 'text': 'text', 'language': 'lang'}},), '--max_reject_share=1')
+    assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(1, 'field is not a string'), (2, 'field is not a string'), (4, 'not Unicode'), (6, 'field is not a string'),
+        (7, 'audio file not found'), (8, 'audio file not found'), (9, 'field is not a string')]
+    assert [bytes(c.text(i).astype(np.uint8)).decode() for i in range(len(c))] == ['t', 'e s: t']
 
 def test_odd_texts(tmp_path, fake):
     """Each is kept as it should be said, or counted under a reason."""
@@ -264,6 +329,20 @@ def test_odd_texts(tmp_path, fake):
     c = prepare(tmp_path / 'out', ({'name': 'a', 'path': write(tmp_path / 't.jsonl', lines)},), '--max_reject_share=1')
     assert [bytes(c.text(i).astype(np.uint8)).decode() for i in range(len(c))] == [t if said is None else said for t, said in kept.items()]
     assert [r['reason'] for r in rejects(c.path)] == list(dropped.values()) and [r['line'] for r in rejects(c.path)] == list(range(len(kept) + 1, len(kept) + len(dropped) + 1))
+
+def test_ids_that_no_text_may_have(tmp_path, fake):
+    """A tokenizer that gives a special id for plain text, and one that gives nothing: counted, never trained on."""
+    speech(tmp_path)
+    ids = {'start_of_speech': ord('z'), 'end_of_speech': 257, 'start_of_text': 258, 'end_of_text': 259, 'tts_pad': 260}
+    source = {'name': 'a', 'path': write(tmp_path / 'a.csv', 'audio,text\n0.wav,zoo\n1.wav,moo\n')}
+    c = prepare(tmp_path / 'out', (source,), f'--special_tokens={ids}', '--max_reject_share=1')
+    assert len(c) == 1 and [(r['line'], r['reason']) for r in rejects(c.path)] == [(2, 'text holds a special token')]
+    from tokenizers import Tokenizer, models
+    os.mkdir(tmp_path / 'tok')
+    Tokenizer(models.BPE({'m': 0, 'o': 1, **{str(i): i for i in range(2, 7)}}, [])).save(str(tmp_path / 'tok/tokenizer.json'))
+    ids = dict(zip(ids, range(2, 7)))
+    c = prepare(tmp_path / 'out2', ({'name': 'a', 'path': write(tmp_path / 'b.csv', 'audio,text\n0.wav,xyz\n1.wav,moo\n')},), f'--tokenizer={tmp_path}/tok', f'--special_tokens={ids}', '--max_reject_share=1')
+    assert len(c) == 1 and [(r['line'], r['reason']) for r in rejects(c.path)] == [(2, 'text gives no tokens')]
 
 def test_reports(tmp_path, fake, capsys):
     """Hours and tokens a word by source and language, the tags, a picture, rows decoded back to wav."""
@@ -347,6 +426,22 @@ def test_speakers(tmp_path, fake):
                 for i, s in enumerate((7, '7', None, float('nan'), '', 'Ann', ' Ann ', 7.0, 'None', 'nan', 'Nan', 'Nan', 'NULL', '\t'))))},), '--min_clips_per_speaker=2', '--val_share=0')
     assert c.speakers == ['j/7', 'j/Ann', 'j/Nan'] and c.rows['speaker'].tolist() == [0, 0, -1, -1, -1, 1, 1, 0, -1, -1, 2, 2, -1, -1]
 
+def test_clips_of_a_speaker_are_counted_after_filters(tmp_path, fake):
+    """Three rows each, but one is silent, missing, too long, without words, a duplicate: no speaker of them is usable."""
+    speech(tmp_path, n=21)
+    soundfile.write(tmp_path / '2.wav', np.zeros(6000, np.float32), 22050)
+    os.remove(tmp_path / '5.wav')
+    soundfile.write(tmp_path / '8.wav', tone(22050 * 2), 22050)
+    lines = [f'{i}.wav,words {i},s{i // 3}' for i in range(21)]
+    lines[11], lines[14], lines[17] = '11.wav,...,s3', lines[13], f"17.wav,{'x' * 50},s5"
+    source = {'name': 'a', 'path': write(tmp_path / 'b.csv', '\n'.join(['audio,text,speaker', *lines]))}
+    for policy, n in (('null_prefix', 15), ('remove', 3)):
+        c = prepare(tmp_path / policy, (source,), '--max_reject_share=1', '--val_share=0', '--max_seconds=1.5', '--max_text_tokens=40', f'--singleton_policy={policy}')
+        assert len(c) == n and c.speakers == ['a/s6'] and (c.rows['speaker'] == 0).sum() == 3
+        assert c.meta['speaker_stats']['low_count_speakers'] == 6 and c.meta['speaker_stats']['speakers_by_clips'] == {'2': 6, '3': 1}
+    assert c.meta['counts']['dropped']['a'] == {'audio file not found': 1, 'audio silent': 1, 'audio too long': 1, 'duplicate row': 1, 'speaker with too few clips': 12,
+                                                'text too long': 1, 'text without a letter or digit': 1}
+
 def test_golden_language_tag_and_speaker_names(tmp_path, fake):
     """golden/row.json: tag before the text in small letters; rare speakers become null rows, other names get the source's prefix."""
     golden = os.environ.get('GOLDEN_DIR', os.path.join(ROOT, 'tests/data/golden'))
@@ -389,19 +484,21 @@ def test_same_bytes_in_any_way_it_is_run(tmp_path, fake):
     assert files(tmp_path / 'three') == one
 
 def test_killed_at_any_write_it_goes_on(tmp_path, fake, monkeypatch):
-    """Every rename of a run, in turn, is where it dies. In out_dir is the old corpus, none, or the new one, never a part of one."""
+    """Every write to the disk, every rename and the last removal, in turn, is where it dies. In out_dir is the old corpus, none, or the new one, never a part of one."""
     source, out = speech(tmp_path / 'in'), tmp_path / 'out'
     flags = ('--val_share=0.3', '--unit_rows=5', '--overwrite')
     new, old = files(prepare(tmp_path / 'new', (source,), *flags).path), files(prepare(tmp_path / 'old', (source,)).path)
-    real, left = {kind: getattr(os, kind) for kind in ('rename', 'replace')}, [0]
-    def die(kind, *a):
+    real, left = {kind: getattr(os, kind) for kind in ('fsync', 'rename', 'replace', 'rmdir')}, [0]
+    def die(kind, *a, **k):
         left[0] -= 1
         if not left[0]:
             raise KeyboardInterrupt
-        real[kind](*a)
+        real[kind](*a, **k)
     for kind in real:
-        monkeypatch.setattr(os, kind, lambda *a, kind=kind: die(kind, *a))
-    for kill_at in range(1, 12):        # settings, 3 units, rejects, 3 arrays, meta, the old corpus away, the new one in its place
+        monkeypatch.setattr(os, kind, lambda *a, kind=kind, **k: die(kind, *a, **k))
+    # settings, 3 units: 2 each; codes, text, rejects; index, meta: 2 each; the old corpus away, the new one in its place, the old one's folder and the build's removed
+    for kill_at in range(1, 20):
+        left[0] = -1
         shutil.rmtree(out, ignore_errors=True)
         shutil.copytree(tmp_path / 'old', out)
         left[0] = kill_at
@@ -409,12 +506,41 @@ def test_killed_at_any_write_it_goes_on(tmp_path, fake, monkeypatch):
             prepare(out, (source,), *flags)
         if os.path.exists(f'{out}.building/lock'):      # a dead process lets go of its lock; this one lives on
             os.remove(f'{out}.building/lock')
-        assert kill_at == 11 and not os.path.exists(out) or files(out) == old
+        assert kill_at == 17 and not os.path.exists(out) or files(out) == (new if kill_at > 17 else old)
         assert files(prepare(out, (source,), *flags).path) == new
         assert sorted(os.listdir(tmp_path)) == ['in', 'new', 'old', 'out']
-    left[0] = 12
+    shutil.rmtree(out)
+    shutil.copytree(tmp_path / 'old', out)
+    left[0] = 20
     prepare(out, (source,), *flags)
-    assert left[0] == 1                 # there are no more than these 11
+    assert left[0] == 1                 # there are no more than these 19
+
+def test_nothing_of_other_settings_is_left_by_a_kill_in_the_last_act(tmp_path, fake):
+    """Its folder is being removed, the settings are gone, units are not. They are of other settings now: encoded again."""
+    source, out = speech(tmp_path / 'in'), tmp_path / 'out'
+    want = files(prepare(tmp_path / 'want', (source,)).path)
+    assert 'no row is left: 12 of 12 rows are bad' in prepare(out, (source,), '--max_text_tokens=3')
+    for name in ('settings.json', 'lock'):
+        os.remove(tmp_path / 'out.building' / name)
+    assert files(prepare(out, (source,)).path) == want
+
+def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, fake):
+    """A file-size limit stands for the disk: reached by a unit, and by the corpus when the units are done."""
+    source = speech(tmp_path / 'in', n=30)
+    want = files(prepare(tmp_path / 'want', (source,)).path)
+    (tmp_path / 'bin').mkdir()
+    (tmp_path / 'bin/codec.py').write_text(FAKE)
+    for name in ('prepare.py', 'configurator.py'):
+        shutil.copy(os.path.join(ROOT, name), tmp_path / 'bin')
+    argv = [sys.executable, str(tmp_path / 'bin/prepare.py'), f'--out_dir={tmp_path}/out', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}',
+            '--picture=False', '--check_rows=0', '--unit_rows=2']
+    whole = len(want['codes.bin'])
+    for limit, done in ((2000, range(1, 15)), (whole - 1000, (15,)), (1 << 30, ())):
+        run = subprocess.run(argv, capture_output=True, text=True, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
+        if done:
+            assert run.returncode == 2 and run.stderr == f'prepare.py: [Errno 27] File too large (in {tmp_path}/out.building)\n' and not os.path.exists(tmp_path / 'out')
+            assert len([f for f in os.listdir(tmp_path / 'out.building') if f.endswith('.npz')]) in done
+    assert run.returncode == 0 and '15 of them done before' in run.stdout and files(tmp_path / 'out') == want
 
 def test_other_settings_are_refused_by_name(tmp_path, fake, capsys):
     source, out = speech(tmp_path / 'in'), tmp_path / 'out'
@@ -431,7 +557,15 @@ def test_other_settings_are_refused_by_name(tmp_path, fake, capsys):
     assert sorted(f for f in os.listdir(tmp_path)) == ['in', 'out']
     os.mkdir(tmp_path / 'mine')
     write(tmp_path / 'mine/thesis.txt', 'x')
-    assert 'files that are not a corpus' in prepare(tmp_path / 'mine', (source,), '--overwrite') and os.path.exists(tmp_path / 'mine/thesis.txt')
+    for meta in (None, '{"settings": {}, "magic": "another"}', '[1]', '{'):
+        if meta:
+            write(tmp_path / 'mine/meta.json', meta)
+        assert 'files that are not a corpus' in prepare(tmp_path / 'mine', (source,), '--overwrite') and os.path.exists(tmp_path / 'mine/thesis.txt')
+    for spoil in (lambda: os.truncate(out / 'codes.bin', 9), lambda: os.remove(out / 'codes.bin')):
+        spoil()
+        said = prepare(out, (source,))
+        assert 'codes.bin' in said and '--overwrite makes it anew' in said and said.count('\n') == 1
+    assert files(prepare(out, (source,), '--overwrite').path) == files(c.path)
 
 def test_too_many_bad_rows_fail_the_run_and_lose_nothing(tmp_path, fake):
     source = speech(tmp_path / 'in')
@@ -439,6 +573,7 @@ def test_too_many_bad_rows_fail_the_run_and_lose_nothing(tmp_path, fake):
     said = prepare(tmp_path / 'out', (source,), '--unit_rows=5')
     assert '1 of 12 rows are bad (8.3%), max_reject_share is 5.0%' in said and not os.path.exists(tmp_path / 'out')
     assert rejects(tmp_path / 'out.building/corpus')[0]['line'] == 5
+    os.remove(tmp_path / 'out.building/lock')       # a process that ended lets go of its lock; this one lives on
     calls = sys.modules['codec'].NanoCodec.calls
     assert len(prepare(tmp_path / 'out', (source,), '--unit_rows=5', '--max_reject_share=0.1')) == 11
     assert sys.modules['codec'].NanoCodec.calls == calls                # nothing was encoded twice

@@ -149,7 +149,39 @@ def test_wrong_tokens_are_named_and_counted(tmp_path, fake):
     assert detail[6].startswith('layer 2, frame 3: None') and detail[12] == 'of line 12'
     assert c.meta['counts']['dropped']['a']['token out of range'] == 3
 
+def test_files_of_one_folder_may_differ_in_their_types(tmp_path, fake):
+    """Order of the columns, width of the ints, speakers as numbers or none at all, encoded_len with holes: as shards of one set do."""
+    columns, codes = tokens(40)
+    table = pa.table(columns)
+    put = lambda t, name, array: t.set_column(t.column_names.index(name), name, array)
+    shards = (table.slice(0, 10), put(table.slice(10, 10), 'speaker', pa.nulls(10)).select(table.column_names[::-1]),
+              put(put(table.slice(20, 10), 'speaker', pa.array([7] * 10)), 'nano_layer_3', table.slice(20, 10)['nano_layer_3'].cast(pa.large_list(pa.int16()))),
+              put(table.slice(30, 10), 'encoded_len', pa.array([float(len(c)) for c in codes[30:39]] + [float('nan')])))
+    os.mkdir(tmp_path / 'f')
+    for i, shard in enumerate(shards):
+        pq.write_table(shard, tmp_path / f'f/{i}.parquet')
+    for unit_rows in (1, 256):
+        c = prepare(tmp_path / f'out{unit_rows}', ({'name': 'a', 'path': str(tmp_path / 'f')},), f'--unit_rows={unit_rows}', '--val_share=0')
+        assert not isinstance(c, str), c
+        assert len(c) == 39 and all(np.array_equal(c.codes(i), codes[i]) for i in range(39)) and [r['line'] for r in rejects(c.path)] == [40]
+        names = [None if s < 0 else c.speakers[s] for s in c.rows['speaker']]
+        assert names == [f'a/s{i % 3}' for i in range(10)] + [None] * 10 + ['a/7'] * 10 + [f'a/s{i % 3}' for i in range(30, 39)]
+
+def test_rows_to_hear_want_a_codec_at_the_start(tmp_path, fake, monkeypatch):
+    """Tokens need a codec for check-*.wav alone. One that can't be had is said before the rows are read."""
+    pq.write_table(pa.table(tokens(3)[0]), tmp_path / 'a.parquet')
+    def none(self, name, device):
+        raise ImportError('No module named nemo')
+    monkeypatch.setattr(sys.modules['codec'].NanoCodec, '__init__', none)
+    source = ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},)
+    got = prepare(tmp_path / 'out', source, '--check_rows=4')
+    assert 'No module named nemo; --check_rows=0 needs none' in got and got.count('\n') == 1
+    assert not [f for f in os.listdir(tmp_path / 'out.building') if f.endswith('.npz')]
+    os.remove(tmp_path / 'out.building/lock')
+    assert len(prepare(tmp_path / 'out', source)) == 3
+
 @pytest.mark.parametrize('change, said', (
+    (lambda c: c.update(encoded_len=list('abcde')), 'column encoded_len is string, wanted ints'), (lambda c: c.update(encoded_len=[[1]] * 5), 'wanted ints'),
     (lambda c: c.pop('nano_layer_8'), 'has 7 token columns'), (lambda c: c.update(nano_layer_9=c['nano_layer_1']), 'has 9 token columns'),
     (lambda c: c.update(nano_layer_2=[[0.5]] * 5), "column nano_layer_2 is list<"), (lambda c: c.update(nano_layer_2=[1] * 5), 'wanted a list of ints'),
     (lambda c: c.pop('text'), "no column 'text'"), (lambda c: [c.pop(k) for k in LAYERS], "no column 'audio'")))
@@ -159,6 +191,9 @@ def test_another_codecs_columns_are_an_error(tmp_path, fake, change, said):
     pq.write_table(pa.table(columns), tmp_path / 'a.parquet')
     got = prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},))
     assert said in got and 'a.parquet: ' in got and not os.path.exists(tmp_path / 'out.building')
+    table = pa.table(tokens(5)[0])
+    pq.write_table(table.append_column('text', table['text']), tmp_path / 'a.parquet')
+    assert "no column 'text' or more than one" in prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},))
     write(tmp_path / 'a.parquet', (tmp_path / 'a.parquet').read_bytes()[:-9])
     assert 'not a whole parquet file' in prepare(tmp_path / 'out', ({'name': 'a', 'path': str(tmp_path / 'a.parquet')},))
 
