@@ -12,7 +12,7 @@ voices.safetensors (the codes of each voice's reference), meta.json. Until all i
 before index; started again, it goes on with the groups that are missing, with any number of ranks.
 Every rollout depends on its own seed only: in float32 the files are the same for any number of ranks or slots.
 """
-import hashlib, json, os, sys, time
+import hashlib, json, os, re, sys, time
 
 # -----------------------------------------------------------------------------
 out_dir = 'out/dpo'
@@ -48,7 +48,7 @@ device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # 'auto' = bfloat16 on cuda, float32 on cpu
 status = False                  # print how far the run is, and end
 # -----------------------------------------------------------------------------
-FREE = ('out_dir', 'run_name', 'prompts', 'voices', 'ckpt', 'slots', 'compile', 'device', 'status')     # they change no byte, or have a hash of their own
+FREE = ('out_dir', 'run_name', 'prompts', 'ckpt', 'slots', 'compile', 'device', 'status')     # they change no byte, or have a hash of their own
 
 
 def frame_cap(text, frame_rate, sec_base=0.7, sec_per_word=0.4, multiple=4.0, low=80, high=300):
@@ -82,11 +82,11 @@ def read_prompts(path):
         if not line.strip():
             continue
         row = {'text': line}
-        if path.endswith('.jsonl'):
+        if path.endswith(('.jsonl', '.json')):
             try:
-                row = json.loads(line)
-                assert isinstance(row, dict) and isinstance(row.get('text'), str)
-            except (ValueError, AssertionError):
+                row = {k: v for k, v in json.loads(line).items() if v is not None}
+                assert isinstance(row['text'], str) and json.dumps(row, ensure_ascii=False).encode()        # half a surrogate pair is no text
+            except (ValueError, AssertionError, AttributeError, KeyError):
                 raise ValueError(f'{path}:{n}: not a JSON object with a text: {line[:60]!r}') from None
         row = {'id': str(row.get('id', n)), 'text': ' '.join(row['text'].split()), 'category': str(row.get('category', '')), 'lang': str(row.get('lang', ''))}
         if not any(c.isalnum() for c in row['text']):
@@ -116,28 +116,36 @@ def whole_lines(path):
 
 
 def replace(path, content):
-    with open(path + '.tmp', 'w', encoding='utf-8') as f:
-        json.dump(content, f, ensure_ascii=False)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(path + '.tmp', path)
+    """A file of these bytes, whole whenever there is one of that name."""
+    try:
+        with open(path + '.tmp', 'wb') as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        os.replace(path + '.tmp', path)
+    except OSError as e:                                            # a full disk does not say whose
+        raise OSError(f'{path}: {e}') from None
 
 
-def shards(folder, kind):
-    """Paths of index-<rank>.jsonl and the like, by rank."""
-    found = [n for n in os.listdir(folder) if n.startswith(kind + '-') and n.split('-')[1].split('.')[0].isdecimal() and not n.endswith('.tmp')]
-    return [os.path.join(folder, n) for n in sorted(found, key=lambda n: int(n.split('-')[1].split('.')[0]))]
+def shards(folder, kind, end=r'\.\w+'):
+    """Paths of index-<rank>.jsonl and the like."""
+    return [os.path.join(folder, n) for n in sorted(os.listdir(folder)) if re.fullmatch(rf'({kind})-\d+{end}', n)]
+
+
+def tokens_beside(index):
+    """Path of the tokens that an index-<rank>.jsonl tells of."""
+    return re.sub(r'index-(\d+)\.jsonl$', r'tokens-\1.bin', index)
 
 
 def progress(folder):
-    """One line on all ranks, and whether everything is done."""
+    """One line on all ranks."""
     try:
         meta = json.load(open(os.path.join(folder, 'meta.json'), encoding='utf-8'))
     except (OSError, ValueError):
-        return f'{folder}: no run there yet', False
+        return f'{folder}: no run there yet'
     total = meta['groups']
     if os.path.exists(os.path.join(folder, 'index.jsonl')):
-        return f"{folder}: finished, {total:,} groups of {meta['rollouts']}", True
+        return f"{folder}: finished, {total:,} groups of {meta['rollouts']}"
     done = sum(open(path, 'rb').read().count(b'\n') for path in shards(folder, 'index'))
     speed = seconds = 0.0
     for path in shards(folder, 'progress'):
@@ -145,7 +153,7 @@ def progress(folder):
         if time.time() - p['now'] < 60:                             # a rank that is alive
             speed, seconds = speed + p['groups'] / max(p['now'] - p['start'], 1e-9), seconds + p['seconds'] / max(p['now'] - p['start'], 1e-9)
     eta = f'{(total - done) / speed / 60:.0f} min left' if speed else 'nobody is at work'
-    return (f"{folder}: {done:,}/{total:,} groups ({100 * done / total:.1f}%), {speed * meta['rollouts']:.1f} rollouts/s, {seconds:,.0f} s of audio/s, {eta}", done == total)
+    return f"{folder}: {done:,}/{total:,} groups ({100 * done / total:.1f}%), {speed * meta['rollouts']:.1f} rollouts/s, {seconds:,.0f} s of audio/s, {eta}"
 
 
 # ---- the script. Under this guard since tests import the functions above
@@ -158,25 +166,30 @@ if __name__ == '__main__':
     inside = lambda name: os.path.join(folder, name)
     say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
-    def fail(message):
-        if rank == 0:
+    def drop_shards():
+        for path in shards(folder, 'tokens|index|progress', '.*') if rank == 0 else []:
+            os.remove(path)
+
+    def fail(message, by=0):
+        if rank == by:
             print('dpo_sample.py: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
         sys.exit(2)
 
     if status:
-        print(progress(folder)[0])
+        print(progress(folder))
         sys.exit(0)
     bad = []
     rule = lambda ok, text: ok or bad.append(text)
-    for name in ('speakers_per_text', 'rollouts', 'repetition_penalty', 'max_ref_seconds', 'sec_base', 'cap_multiple', 'cap_min'):
+    for name in ('speakers_per_text', 'rollouts', 'repetition_penalty', 'sec_base', 'cap_multiple', 'cap_min'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
     for name in ('temperature', 'top_k', 'cfg_frames', 'slots', 'sec_per_word', 'seed'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
+    rule(max_ref_seconds >= 0.1, f'max_ref_seconds must be at least 0.1, got {max_ref_seconds}')
     rule(0 <= null_share <= 1, f'null_share must be in 0..1, got {null_share}')
     rule(0 < stop_threshold <= 1, f'stop_threshold must be in (0, 1], got {stop_threshold}')
     rule(cap_max >= cap_min, f'cap_max {cap_max} is below cap_min {cap_min}')
     rule(rollouts == 1 or temperature > 0 and top_k != 1, f'{rollouts} rollouts of arg-max (temperature {temperature}, top_k {top_k}) are all the same')
-    rule(run_name and os.path.basename(run_name) == run_name, f'run_name is a folder name, got {run_name!r}')
+    rule(run_name.strip('.') and os.path.basename(run_name) == run_name, f'run_name is a folder name, got {run_name!r}')
     rule(engine in ('torch', 'vllm'), f"engine is 'torch' or 'vllm', got {engine!r}")
     rule(engine == 'torch' or cfg_scale == 1 and not top_k and repetition_penalty == 1, 'engine vllm knows no cfg_scale, top_k and repetition_penalty')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
@@ -200,7 +213,7 @@ if __name__ == '__main__':
 
     import numpy as np
     import torch
-    from safetensors.numpy import load_file, save_file
+    from safetensors.numpy import save
 
     import model as M
     from codec import NanoCodec, fold
@@ -226,7 +239,9 @@ if __name__ == '__main__':
         os.makedirs(folder, exist_ok=True)
         lock = open(inside(f'lock-{rank}'), 'w')                    # held until this process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        newest = M.latest_checkpoint(ckpt) or ckpt
+        newest = M.latest_checkpoint(ckpt) or M.latest_checkpoint(ckpt, file='adapter.safetensors') or ckpt
+        if os.path.exists(os.path.join(newest, 'adapter.safetensors')):
+            fail(f'{newest}: these are adapters: merge.py makes a checkpoint of them')
         model, base = M.load_checkpoint(newest, device, compute) if engine == 'torch' else (None, vllm_gepard.read_config(newest)[1])
         cfg, policy_hash = model.cfg if model else vllm_gepard.read_config(base)[0], tensors_hash(base)
         tokenizer = load_tokenizer(base)[0]
@@ -237,6 +252,15 @@ if __name__ == '__main__':
     frame_rate = cfg.codec['sample_rate'] / 1024
     if voices and not cfg.num_queries:
         fail(f'{ckpt} has no voice cloning: leave out voices')
+
+    texts = []                                                      # all are looked at before anything is written
+    for p in asked:
+        ids = encode_text(tokenizer, tagged(p['text'], p['lang'] if language_tags else ''))
+        cap = frame_cap(p['text'], frame_rate, sec_base, sec_per_word, cap_multiple, cap_min, cap_max)
+        laid = M.prompt(ids, cfg)
+        if not ids or len(laid) + cfg.num_queries + cap > cfg.max_position_embeddings:
+            fail(f"{prompts}: prompt {p['id']}: {len(laid)} tokens and {cap} frames do not fit the model ({cfg.max_position_embeddings} positions)")
+        texts.append((p, laid, len(ids), cap))
 
     # ---- voices: rank 0 reads and encodes them once, the others find them in the folder
 
@@ -254,14 +278,17 @@ if __name__ == '__main__':
                     row = int(np.random.default_rng([seed, number_of(speaker)]).choice(long if len(long) else own))
                     yield f'{speaker}:{row}', speaker, (corpus, row)
             return
-        for file in sorted(files_below(path, AUDIO)) if os.path.isdir(path) else [path]:
+        for file in files_below(path, AUDIO) if os.path.isdir(path) else [path]:
             parts = os.path.splitext(os.path.relpath(file, path) if os.path.isdir(path) else os.path.basename(file))[0].split(os.sep)
             yield '/'.join(parts), parts[0], file
 
     def read_voices():
         found, held, hit, codec, codes = {}, 0, set(), None, {}
         for path in voices:
-            for name, speaker, source in clips_of(path):
+            clips = list(clips_of(path))
+            if not clips:
+                raise ValueError(f'voices: {path}: no voice there')
+            for name, speaker, source in clips:
                 if {name, speaker} & set(hold_out):
                     held, hit = held + 1, hit | {name, speaker}
                 elif name in found:
@@ -285,17 +312,18 @@ if __name__ == '__main__':
         return list(found), codes
 
     settings = {k: v for k, v in config.items() if k not in FREE} | {
-        'dtype': str(compute).removeprefix('torch.'), 'policy_hash': policy_hash, 'prompts_hash': '%x' % number_of(json.dumps(asked)), 'voices': list(voices)}
+        'dtype': str(compute).removeprefix('torch.'), 'policy_hash': policy_hash, 'prompts_hash': '%x' % number_of(json.dumps(asked))}
     try:
         if rank == 0 and not os.path.exists(inside('meta.json')):
             names, codes = read_voices()
-            save_file({k: np.ascontiguousarray(v, np.int16) for k, v in codes.items()}, inside('voices.safetensors.tmp'))      # a transposed array would be saved in the wrong order
-            os.replace(inside('voices.safetensors.tmp'), inside('voices.safetensors'))
+            # contiguous: a transposed array would be saved in the wrong order
+            replace(inside('voices.safetensors'), save({k: np.ascontiguousarray(v, np.int16) for k, v in codes.items()}))
             groups = sum(len(assign(p['id'], range(len(names)), speakers_per_text, null_share, seed)) for p in asked)
-            replace(inside('meta.json'), {
-                'policy': os.path.abspath(base) if os.path.isdir(ckpt) else ckpt, 'policy_hash': policy_hash, 'codec': cfg.codec, 'special_tokens': cfg.special_tokens,
-                'text_repetition': cfg.text_repetition, 'voice_names': names, 'groups': groups, 'rollouts': rollouts, 'settings': settings, 'config': config,
-                'versions': {'torch': torch.__version__, 'numpy': np.__version__}})
+            replace(inside('meta.json'), json.dumps({
+                'policy': os.path.abspath(base) if os.path.isdir(ckpt) else ckpt, 'policy_hash': policy_hash, 'codec': cfg.codec,
+                'special_tokens': cfg.special_tokens, 'text_repetition': cfg.text_repetition,
+                'voice_names': names, 'groups': groups, 'rollouts': rollouts, 'settings': settings, 'config': config,
+                'versions': {'torch': torch.__version__, 'numpy': np.__version__}}, ensure_ascii=False).encode())
     except (OSError, ValueError, ImportError) as e:
         fail(e)
     while not os.path.exists(inside('meta.json')):                  # a rank that fails takes torchrun and this one with it
@@ -304,26 +332,19 @@ if __name__ == '__main__':
     changed = [f'{k} {meta["settings"].get(k)!r}, now {v!r}' for k, v in settings.items() if json.dumps(meta['settings'].get(k)) != json.dumps(v)]
     if changed:
         fail(f'{folder} was begun with {"; ".join(changed)}: choose another run_name')
-    if os.path.exists(inside('index.jsonl')):
-        say(progress(folder)[0])
-        sys.exit(0)
-    references = load_file(inside('voices.safetensors'))
+    try:
+        references = {int(k): v.numpy() for k, v in M.read_tensors(folder, 'voices.safetensors').items()}
+    except (OSError, ValueError) as e:
+        fail(e)
 
     # ---- what is to be done: groups in order, a prompt in a voice
 
-    plan = []
-    for p in asked:
-        ids = encode_text(tokenizer, tagged(p['text'], p['lang'] if language_tags else ''))
-        cap = frame_cap(p['text'], frame_rate, sec_base, sec_per_word, cap_multiple, cap_min, cap_max)
-        laid = M.prompt(ids, cfg)
-        if not ids or len(laid) + cfg.num_queries + cap > cfg.max_position_embeddings:
-            fail(f"{prompts}: prompt {p['id']}: {len(laid)} tokens and {cap} frames do not fit the model ({cfg.max_position_embeddings} positions)")
-        plan += [(p, laid, len(ids), v, f"{p['id']}/{k}", cap) for k, v in enumerate(assign(p['id'], range(len(references)), speakers_per_text, null_share, seed))]
-    order = {group: n for n, (*_, group, _) in enumerate(plan)}
-    done = {}                                                       # group -> its record and tokens file, for the joining
+    plan = [(p, laid, n, v, f"{p['id']}/{k}", cap) for p, laid, n, cap in texts
+            for k, v in enumerate(assign(p['id'], range(len(references)), speakers_per_text, null_share, seed))]
+    done = {}
     for path in shards(folder, 'index'):
         records, size = whole_lines(path)
-        tokens = path.replace('index-', 'tokens-').replace('.jsonl', '.bin')
+        tokens = tokens_beside(path)
         there = os.path.getsize(tokens) // 16 if os.path.exists(tokens) else 0
         if any(r['start'] + sum(r['frames']) > there for r in records):
             fail(f'{tokens} is shorter than {path} says: delete both')
@@ -331,33 +352,33 @@ if __name__ == '__main__':
             with open(path, 'r+b') as f, open(tokens, 'r+b') as t:
                 f.truncate(size)
                 t.truncate(16 * sum(sum(r['frames']) for r in records))
-        done |= {r['group']: (r, tokens) for r in records}
+        done |= {r['group']: r for r in records}
+    if os.path.exists(inside('index.jsonl')):
+        drop_shards()                                               # a kill can have come before it
+        say(progress(folder))
+        sys.exit(0)
     todo = [g for g in plan[rank::world] if g[4] not in done]
     say(f"{len(asked):,} prompts, {len(plan):,} groups of {rollouts}, {len(done):,} of them done" + (f', shared out over {world} ranks' if world > 1 else ''))
 
     # ---- the loop
 
-    @torch.no_grad()
-    def prefix_of(voice):
-        if engine == 'vllm':                                        # makes them by itself
-            return None if voice < 0 else references[str(voice)]
-        if voice not in prefixes:
-            prefixes[voice] = model.voices([None if voice < 0 else references[str(voice)]])[0] if cfg.num_queries else None
-        return prefixes[voice]
-
-    def jobs():
-        for p, laid, _, voice, group, cap in todo:
-            for k in range(rollouts):
-                yield laid, prefix_of(voice), number_of(seed, group, k), cap
+    def tell_sometimes():
+        global said
+        if time.time() - said > 10:
+            said = time.time()
+            say(progress(folder))
 
     def write():
-        """Takes finished groups from the queue: their tokens first, then, once these are on the disk, their lines."""
+        """Takes finished groups from the queue: their tokens first, then, once these are on the disk, their lines. Then nothing more:
+        when rank 0 sees the last line it joins and removes these files."""
         try:
             with open(inside(f'tokens-{rank}.bin'), 'ab') as tokens, open(inside(f'index-{rank}.jsonl'), 'ab') as index:
                 while True:
                     batch = [finished.get()]
                     while not finished.empty():
                         batch.append(finished.get())
+                    now = {'start': start, 'now': time.time(), 'groups': groups, 'seconds': frames / frame_rate}
+                    replace(inside(f'progress-{rank}.json'), json.dumps(now).encode())
                     lines = []
                     for record, codes in filter(None, batch):
                         lines.append(json.dumps(record | {'start': tokens.tell() // 16}, ensure_ascii=False) + '\n')
@@ -371,8 +392,13 @@ if __name__ == '__main__':
         except Exception as e:                                      # a full disk
             broken.append(e)
 
-    prefixes, finished, broken, parts, said = {}, queue.Queue(), [], {}, time.time()
+    finished, broken, parts, frames, groups = queue.Queue(), [], {}, 0, 0
+    said = time.time()
     if todo:
+        with torch.no_grad():
+            make = (lambda codes: codes) if engine == 'vllm' else lambda codes: model.voices([codes])[0] if cfg.num_queries else None      # vLLM makes them by itself
+            prefixes = {v: make(references.get(v)) for v in sorted({g[3] for g in todo})}
+        jobs = ((laid, prefixes[voice], number_of(seed, group, k), cap) for _, laid, _, voice, group, cap in todo for k in range(rollouts))
         places, longest, cap = min(slots or (512 if device == 'cuda' else 32), len(todo) * rollouts), cfg.num_queries + max(len(g[1]) for g in todo), max(g[5] for g in todo)
         if engine == 'vllm':
             decoder = vllm_gepard.Engine(base, places, longest + cap, str(compute).removeprefix('torch.'), temperature, stop_threshold)
@@ -380,10 +406,9 @@ if __name__ == '__main__':
             decoder = M.Decoder(model, places, longest, cap, temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale,
                                 cfg_frames=cfg_frames, repetition_penalty=repetition_penalty, compile=compile)
         writer = threading.Thread(target=write, daemon=True)
+        start = time.time()
         writer.start()
-        start = told = time.time()
-        frames = groups = 0
-        for number, r in decoder.run(jobs()):
+        for number, r in decoder.run(jobs):
             p, laid, n, voice, group, cap = todo[number // rollouts]
             part = parts.setdefault(group, {})
             part[number % rollouts] = r
@@ -397,43 +422,35 @@ if __name__ == '__main__':
                 groups += 1
             if broken:
                 break
-            now = time.time()
-            if now - told > 1 or groups == len(todo):
-                told = now
-                replace(inside(f'progress-{rank}.json'), {'start': start, 'now': now, 'groups': groups, 'seconds': frames / frame_rate})
-            if now - said > 10:
-                said = now
-                say(progress(folder)[0])
+            tell_sometimes()
         finished.put(None)
         writer.join()
         if broken:
-            fail(f'{folder}: {broken[0]}')
+            fail(f'{folder}: {broken[0]}', by=rank)
 
     # ---- all there: one file in the order of the prompts, whoever made what
 
     if rank == 0:
-        while not progress(folder)[1]:                              # the other ranks; one that dies takes torchrun and this one with it
+        while len(made := {r['group']: (r, tokens_beside(path)) for path in shards(folder, 'index') for r in whole_lines(path)[0]}) < len(plan):
+            tell_sometimes()                                        # the other ranks are at work; one that dies takes torchrun and this one with it
             time.sleep(0.2)
-            if time.time() - said > 10:
-                said = time.time()
-                say(progress(folder)[0])
-        done = {r['group']: (r, path.replace('index-', 'tokens-').replace('.jsonl', '.bin')) for path in shards(folder, 'index') for r in whole_lines(path)[0]}
         at = 0
-        with open(inside('tokens.bin.tmp'), 'wb') as tokens, open(inside('index.jsonl.tmp'), 'w', encoding='utf-8') as index:
-            for record, path in sorted(done.values(), key=lambda d: order[d[0]['group']]):
-                n = sum(record['frames'])
-                tokens.write(np.fromfile(path, '<u2', 8 * n, offset=16 * record['start']).tobytes())
-                index.write(json.dumps(record | {'start': at}, ensure_ascii=False) + '\n')
-                at += n
-            for f in (tokens, index):
-                f.flush()
-                os.fsync(f.fileno())
-        os.replace(inside('tokens.bin.tmp'), inside('tokens.bin'))
-        os.replace(inside('index.jsonl.tmp'), inside('index.jsonl'))
-        M.fsync(folder)
-        for kind in ('tokens', 'index', 'progress'):
-            for path in shards(folder, kind):
-                os.remove(path)
-        cut = sum(sum(r['truncated']) for r, _ in done.values())
+        try:
+            with open(inside('tokens.bin.tmp'), 'wb') as tokens, open(inside('index.jsonl.tmp'), 'w', encoding='utf-8') as index:
+                for record, path in (made[group] for *_, group, _ in plan):
+                    n = sum(record['frames'])
+                    tokens.write(np.fromfile(path, '<u2', 8 * n, offset=16 * record['start']).tobytes())
+                    index.write(json.dumps(record | {'start': at}, ensure_ascii=False) + '\n')
+                    at += n
+                for f in (tokens, index):
+                    f.flush()
+                    os.fsync(f.fileno())
+            os.replace(inside('tokens.bin.tmp'), inside('tokens.bin'))
+            os.replace(inside('index.jsonl.tmp'), inside('index.jsonl'))
+            M.fsync(folder)
+        except OSError as e:
+            fail(f'{folder}: {e}')
+        drop_shards()
+        cut = sum(sum(r['truncated']) for r, _ in made.values())
         say(f'{folder}: {len(plan):,} groups, {len(plan) * rollouts:,} rollouts, {at / frame_rate:,.0f} s of audio, {cut:,} cut at their frame cap'
             + (f', {frames / frame_rate / (time.time() - start):,.1f} s of audio a second on this rank' if todo else ''))

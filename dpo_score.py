@@ -11,7 +11,7 @@ in flight. Then rewards (scores.jsonl, a line a group) and pairs.json: tokens' p
 its hash. --eval writes report.json and report.png instead: rates of clean, timeout (cut at the frame cap), runaway (longer than
 plausible), empty (nothing heard), wrong (WER or shorter than plausible), by text length, voice and language.
 """
-import json, os, re, sys
+import io, json, os, re, sys
 from functools import cache
 
 # -----------------------------------------------------------------------------
@@ -56,6 +56,7 @@ device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # 'auto' = bfloat16 on cuda, float32 on cpu
 # -----------------------------------------------------------------------------
 HEARD = ('asr', 'language', 'asr_window', 'energy_floor', 'min_asr_seconds', 'speaker_model', 'codec', 'block_groups')
+WEIGHTS = ('w_wer', 'w_over', 'w_short', 'w_empty', 'w_similarity')
 KINDS = ('clean', 'timeout', 'runaway', 'empty', 'wrong')
 
 
@@ -167,8 +168,8 @@ def table(report, other=None):
     return lines
 
 
-def draw(path, reports):
-    """Stacked bars of the kinds, a bar a row and report. reports: {name: report}"""
+def draw(reports):
+    """Stacked bars of the kinds, a bar a row and report, as bytes of a .png. reports: {name: report}"""
     import matplotlib
     matplotlib.use('Agg')
     import matplotlib.pyplot as plt
@@ -185,9 +186,10 @@ def draw(path, reports):
     ax.set_ylabel('% of rollouts')
     ax.legend(loc='lower right')
     fig.tight_layout()
-    fig.savefig(path + '.tmp.png')
+    picture = io.BytesIO()
+    fig.savefig(picture)
     plt.close(fig)
-    os.replace(path + '.tmp.png', path)
+    return picture.getvalue()
 
 
 class Listener:
@@ -244,31 +246,49 @@ if __name__ == '__main__':
     inside = lambda *names: os.path.join(run, *names)
     say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
-    def fail(message):
-        if rank == 0:
+    def fail(message, by=0):
+        if rank == by:
             print('dpo_score.py: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
         sys.exit(2)
+
+    def append(path, content, mode='ab'):
+        """Text or bytes, on the disk when this returns."""
+        try:
+            with open(path, mode) as f:
+                f.write(content if isinstance(content, bytes) else content.encode())
+                f.flush()
+                os.fsync(f.fileno())
+        except OSError as e:                                        # a full disk
+            fail(f'{path}: {e}', by=rank)
+
+    def save(path, content):
+        append(path + '.tmp', content, 'wb')
+        os.replace(path + '.tmp', path)
+
+    lines = lambda rows: ''.join(json.dumps(r, ensure_ascii=False) + '\n' for r in rows)
 
     bad = []
     rule = lambda ok, text: ok or bad.append(text)
     for name in ('asr_window', 'block_groups', 'sec_base', 'max_ratio', 'max_pairs', 'tokens_per_batch'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
-    for name in ('min_asr_seconds', 'sec_per_word', 'min_ratio', 'w_wer', 'w_over', 'w_short', 'w_empty', 'w_similarity', 'max_wer', 'min_margin'):
+    for name in ('min_asr_seconds', 'sec_per_word', 'min_ratio', *WEIGHTS, 'max_wer', 'min_margin'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
     rule(0 < p_floor < 0.5, f'p_floor must be in (0, 0.5), got {p_floor}')
     rule(min_ratio < max_ratio, f'min_ratio {min_ratio} is not below max_ratio {max_ratio}')
     rule(eval or not compare, 'compare belongs to --eval')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
-    rule(not asr.endswith('.pt') or os.path.isfile(asr), f'asr: {asr}: no such file (an openai-whisper model; assets/tiny/measure.py makes .cache/whisper-base.pt)')
-    for pattern in respell:
+    rule(not asr.endswith('.pt') or os.path.isfile(asr),
+         f'asr: {asr}: no such file (an openai-whisper model; assets/tiny/measure.py makes .cache/whisper-base.pt)')
+    for pattern, by in respell.items():
         try:
-            re.compile(pattern)
-        except re.error as e:
-            rule(False, f'respell: {pattern!r}: {e}')
+            re.sub(pattern, by, '')
+        except (re.error, TypeError) as e:
+            rule(False, f'respell: {pattern!r}: {by!r}: {e}')
     other = compare if compare.endswith('.json') else os.path.join(out_dir, compare, 'report.json')
-    rule(not compare or os.path.isfile(other), f'compare: {other}: no such file')
-    rule(os.path.isfile(inside('rollouts', 'index.jsonl')), f"{inside('rollouts')}: no finished rollouts there (dpo_sample.py makes them; --status says how far it is)")
+    rule(not compare or os.path.isfile(other), f'compare: {other}: no such file (--eval writes it)')
+    rule(os.path.isfile(inside('rollouts', 'index.jsonl')),
+         f"{inside('rollouts')}: no finished rollouts there (dpo_sample.py makes them; --status says how far it is)")
     if bad:
         fail('; '.join(bad))
 
@@ -276,11 +296,11 @@ if __name__ == '__main__':
 
     import numpy as np
     import torch
-    from safetensors.numpy import load_file
 
     import model as M
     from codec import NanoCodec
     from lora import tensors_hash
+    from prepare import encode_text, load_tokenizer, tagged
 
     if device == 'auto':
         device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -290,41 +310,43 @@ if __name__ == '__main__':
         torch.cuda.set_device(local_rank)
     compute = {'auto': torch.bfloat16 if device == 'cuda' else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
     try:
+        import jiwer, soxr                                          # jiwer: needed after the hearing, missed before it
+        from whisper.tokenizer import LANGUAGES, TO_LANGUAGE_CODE
         lock = open(inside(f'lock-{rank}'), 'w')                    # held until this process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         meta = M.read_json(inside('rollouts', 'meta.json'))
         index = [json.loads(line) for line in open(inside('rollouts', 'index.jsonl'), encoding='utf-8')]
-        references = {int(k): v for k, v in load_file(inside('rollouts', 'voices.safetensors')).items()}
+        references = {int(k): v.numpy() for k, v in M.read_tensors(inside('rollouts'), 'voices.safetensors').items()}
+        tokens = np.memmap(inside('rollouts', 'tokens.bin'), '<u2', 'r').reshape(-1, 8)
+        old = M.read_json(other) if compare else None
+        if compare and not (isinstance(old, dict) and {'run', 'policy', 'sampling', 'rates'} <= old.keys()):
+            fail(f'compare: {other} is no report of --eval')
     except BlockingIOError:
-        fail(f'another run is writing to {run}')
+        fail(f'another run is writing to {run}', by=rank)
+    except ImportError as e:
+        fail(f'{e}: pip install -r requirements.txt')
     except (OSError, ValueError) as e:
         fail(e)
-    tokens = np.memmap(inside('rollouts', 'tokens.bin'), '<u2', 'r').reshape(-1, 8)
-    starts = [np.cumsum([g['start'], *g['frames']]) for g in index]
-    codes_of = lambda g, k: np.array(tokens[starts[g][k]:starts[g][k + 1]])
+    named = {g['group']: g for g in index}
+    for g in index:
+        g['starts'] = np.cumsum([g['start'], *g['frames']]).tolist()
+    codes_of = lambda g, k: np.array(tokens[g['starts'][k]:g['starts'][k + 1]])
     frame_rate = meta['codec']['sample_rate'] / 1024
-    voice_name = lambda v: 'null' if v < 0 else meta['voice_names'][v]
 
     # ---- hearing: in blocks of groups, a rank takes every world'th. A block is always heard as a whole, so its transcripts are
     # the same whoever hears it and whatever was interrupted
 
-    def save(path, lines):
-        with open(path + '.tmp', 'w', encoding='utf-8') as f:
-            f.writelines(json.dumps(x, ensure_ascii=False) + '\n' for x in lines)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(path + '.tmp', path)
+    own_facts, all_facts = inside(f'facts-{rank}.jsonl'), inside('facts.jsonl')
+    facts_of_ranks = lambda: [inside(name) for name in os.listdir(run) if re.fullmatch(r'facts-\d+\.jsonl', name)]
 
     def read_blocks():
         """{block: facts of its groups} of all ranks' files; a line that a kill has cut is none."""
         found = {}
-        for name in os.listdir(run):
-            if re.fullmatch(r'facts-\d+\.jsonl', name):
-                for line in open(inside(name), 'rb'):
-                    try:
-                        found |= {b['block']: b['groups'] for b in [json.loads(line)]}
-                    except ValueError:
-                        break
+        for line in (line for path in facts_of_ranks() for line in open(path, 'rb')):
+            try:
+                found |= {b['block']: b['groups'] for b in [json.loads(line)]}
+            except ValueError:
+                pass
         return found
 
     heard_with = {k: config[k] for k in HEARD}
@@ -333,30 +355,31 @@ if __name__ == '__main__':
         changed = [f'{k} {before.get(k)!r}, now {v!r}' for k, v in heard_with.items() if before.get(k) != v]
         if changed and not rehear:
             fail(f"{run} was heard with {'; '.join(changed)}: --rehear hears everything again")
-        if changed:
-            for name in os.listdir(run):
-                if re.fullmatch(r'facts(-\d+)?\.jsonl', name):
-                    os.remove(inside(name))
-        M.write_json(inside('heard.json.tmp'), heard_with)
-        os.replace(inside('heard.json.tmp'), inside('heard.json'))
+        for path in [*facts_of_ranks(), all_facts] if changed else []:
+            if os.path.exists(path):
+                os.remove(path)
+        save(inside('heard.json'), json.dumps(heard_with, indent=2))
     while not os.path.exists(inside('heard.json')) or M.read_json(inside('heard.json')) != heard_with:
         time.sleep(0.1)
 
-    blocks = -(-len(index) // block_groups)
-    if not os.path.exists(inside('facts.jsonl')):
-        own = inside(f'facts-{rank}.jsonl')
-        done = read_blocks()
+    blocks, done = -(-len(index) // block_groups), read_blocks()
+    if not os.path.exists(all_facts):
         mine = [b for b in range(rank, blocks, world) if b not in done]
         if mine:
-            import soxr
+            spoken = {language} if language else {g['lang'] for g in index}
+            for name in sorted(x for x in spoken if x and x.lower() not in {*LANGUAGES, *TO_LANGUAGE_CODE}):
+                fail(f'language: Whisper knows none called {name!r} (--language=en, say, holds for all prompts)')
             try:
+                what = 'codec'
                 nano = NanoCodec(codec or meta['codec']['codec_id'], device=device)
+                what = f'asr {asr} (a name that openai-whisper can download, or a .pt file)'
                 ears = Listener(asr, device, asr_window)
                 if speaker_model:
+                    what = f'speaker_model {speaker_model} (a WavLM x-vector for transformers)'
                     from transformers import AutoFeatureExtractor, WavLMForXVector
                     extractor, xvector = AutoFeatureExtractor.from_pretrained(speaker_model), WavLMForXVector.from_pretrained(speaker_model).to(device).eval()
-            except (OSError, ValueError, ImportError, RuntimeError) as e:
-                fail(f'{e}' + ('' if 'codec' in str(e) else ' (asr is a name that openai-whisper can download, or a .pt file; speaker_model a transformers model)'))
+            except Exception as e:                                  # pickle's, the Hub's, torch's own types
+                fail(f'{what}: {type(e).__name__}: {str(e)[:300]}')
             if not speaker_model:
                 say('speaker similarity: off (speaker_model is not given)')
             at_16k = lambda clips: [soxr.resample(c, nano.sample_rate, 16000) for c in nano.decode(clips)]
@@ -367,75 +390,66 @@ if __name__ == '__main__':
                 inputs = extractor(clip, sampling_rate=16000, return_tensors='pt').to(device)
                 return torch.nn.functional.normalize(xvector(**inputs).embeddings[0].float(), dim=0)
 
-            if os.path.exists(own):                                 # cut what a kill left behind
-                whole = [line for line in open(own, 'rb') if line.endswith(b'\n')]
-                with open(own, 'r+b') as f:
-                    f.truncate(sum(map(len, whole)))
-            vectors, start, said = {}, time.time(), time.time()
-            with open(own, 'a', encoding='utf-8') as out:
-                for n, b in enumerate(mine):
-                    groups = range(b * block_groups, min((b + 1) * block_groups, len(index)))
-                    places = [(g, k) for g in groups for k in range(len(index[g]['frames']))]
-                    wavs = at_16k([codes_of(g, k) for g, k in places])
-                    level = [10 * np.log10(float(np.mean(w.astype(np.float64) ** 2)) + 1e-12) for w in wavs]
-                    loud = [i for i, (g, k) in enumerate(places) if level[i] >= energy_floor and index[g]['frames'][k] / frame_rate >= min_asr_seconds]
-                    texts = dict(zip(loud, ears.hear([wavs[i] for i in loud], [language or index[places[i][0]]['lang'] for i in loud])))
-                    facts = {g: [] for g in groups}
-                    for i, (g, k) in enumerate(places):
-                        v, similarity = index[g]['voice'], None
-                        if speaker_model and v >= 0 and i in texts:
-                            if v not in vectors:
-                                vectors[v] = speaker_vector(at_16k([references[v]])[0])
-                            similarity = round(float(vectors[v] @ speaker_vector(wavs[i])), 6)
-                        facts[g].append({'transcript': texts.get(i, ''), 'level': round(level[i], 2), 'heard': i in texts, 'similarity': similarity})
-                    out.write(json.dumps({'block': b, 'groups': list(facts.values())}, ensure_ascii=False) + '\n')
-                    out.flush()
-                    os.fsync(out.fileno())
-                    if time.time() - said > 10 or n + 1 == len(mine):
-                        said, speed = time.time(), (n + 1) * block_groups * meta['rollouts'] / (time.time() - start)
-                        say(f'heard {n + 1:,}/{len(mine):,} blocks of {block_groups} groups, {speed * world:.1f} rollouts/s, '
-                            f'{(len(mine) - n - 1) * (time.time() - start) / (n + 1) / 60:.0f} min left')
+            reference_vector = cache(lambda voice: speaker_vector(at_16k([references[voice]])[0]))
+            append(own_facts, '\n')                                 # ends a line that a kill has cut
+            start = said = time.time()
+            for n, b in enumerate(mine):
+                groups = index[b * block_groups:(b + 1) * block_groups]
+                places = [(g, k) for g in groups for k in range(len(g['frames']))]
+                wavs = at_16k([codes_of(g, k) for g, k in places])
+                level = [10 * np.log10(float(np.mean(w.astype(np.float64) ** 2)) + 1e-12) for w in wavs]
+                loud = [i for i, (g, k) in enumerate(places) if level[i] >= energy_floor and g['frames'][k] / frame_rate >= min_asr_seconds]
+                texts = dict(zip(loud, ears.hear([wavs[i] for i in loud], [language or places[i][0]['lang'] for i in loud])))
+                facts = {g['group']: [] for g in groups}
+                for i, (g, k) in enumerate(places):
+                    alike = speaker_model and g['voice'] >= 0 and i in texts
+                    similarity = round(float(reference_vector(g['voice']) @ speaker_vector(wavs[i])), 6) if alike else None
+                    facts[g['group']].append({'transcript': texts.get(i, ''), 'level': round(level[i], 2), 'heard': i in texts, 'similarity': similarity})
+                append(own_facts, lines([{'block': b, 'groups': list(facts.values())}]))
+                if time.time() - said > 10 or n + 1 == len(mine):
+                    said, seconds = time.time(), time.time() - start
+                    say(f'heard {n + 1:,}/{len(mine):,} blocks of {block_groups} groups, '
+                        f"{(n + 1) * block_groups * meta['rollouts'] / seconds * world:.1f} rollouts/s, "
+                        f'{(len(mine) - n - 1) * seconds / (n + 1) / 60:.0f} min left')
         if rank == 0:
             while len(done := read_blocks()) < blocks:              # the other ranks; one that dies takes torchrun and this one with it
                 time.sleep(0.5)
-            save(inside('facts.jsonl'), [{'group': g['group'], 'rollouts': f} for g, f in zip(index, [f for b in range(blocks) for f in done[b]])])
-            for name in os.listdir(run):
-                if re.fullmatch(r'facts-\d+\.jsonl', name):
-                    os.remove(inside(name))
+            save(all_facts, lines({'group': g['group'], 'rollouts': f} for g, f in zip(index, [f for b in range(blocks) for f in done[b]])))
     if rank:
         sys.exit(0)
+    for path in facts_of_ranks():                                   # what they held is in facts.jsonl
+        os.remove(path)
 
     # ---- rewards
 
-    facts = [json.loads(line)['rollouts'] for line in open(inside('facts.jsonl'), encoding='utf-8')]
+    facts = [json.loads(line)['rollouts'] for line in open(all_facts, encoding='utf-8')]
     scores, counts = [], {'not heard: too quiet': 0, 'not heard: too short': 0}
-    for g, (group, heard) in enumerate(zip(index, facts)):
+    terms = {n: config[n] for n in ('sec_base', 'sec_per_word', 'min_ratio', 'max_ratio', *WEIGHTS)}
+    for g, heard in zip(index, facts):
         for k, f in enumerate(heard):
-            transcript = f['transcript']
+            transcript, seconds = f['transcript'], g['frames'][k] / frame_rate
             for pattern, by in respell.items():
                 transcript = re.sub(pattern, by, transcript, flags=re.IGNORECASE)
-            seconds = group['frames'][k] / frame_rate
-            r = reward(group['text'], transcript, seconds, f['similarity'], **{n: config[n] for n in (
-                'sec_base', 'sec_per_word', 'min_ratio', 'max_ratio', 'w_wer', 'w_over', 'w_short', 'w_empty', 'w_similarity')})
             if not f['heard']:
                 counts['not heard: too short' if seconds < min_asr_seconds else 'not heard: too quiet'] += 1
-            r |= {'group_id': group['group'], 'sample_idx': k, 'prompt': group['prompt'], 'tokens': group['tokens'], 'voice': voice_name(group['voice']), 'lang': language or group['lang'],
-                  'seconds': seconds, 'truncated': group['truncated'][k], 'heard_as': f['transcript'], 'similarity': f['similarity'], 'group': g, 'k': k}
+            r = reward(g['text'], transcript, seconds, f['similarity'], **terms) | {
+                'group_id': g['group'], 'sample_idx': k, 'prompt': g['prompt'], 'tokens': g['tokens'], 'lang': language or g['lang'],
+                'voice': 'null' if g['voice'] < 0 else meta['voice_names'][g['voice']],
+                'seconds': seconds, 'truncated': g['truncated'][k], 'heard_as': f['transcript'], 'similarity': f['similarity']}
             scores.append(r | {'kind': None if r['reward'] is None else kind_of(r, max_wer)})
-    save(inside('scores.jsonl'), [{k: v for k, v in s.items() if k not in ('group', 'k')} for s in scores])
+    save(inside('scores.jsonl'), lines(scores))
     known = [s for s in scores if s['reward'] is not None]
     counts['blank text: no WER, no reward'] = len(scores) - len(known)
-    say(f"{len(scores):,} rollouts of {len(index):,} groups: " + ', '.join(f'{sum(s["kind"] == k for s in known):,} {k}' for k in KINDS)
+    say(f'{len(scores):,} rollouts of {len(index):,} groups: ' + ', '.join(f'{sum(s["kind"] == k for s in known):,} {k}' for k in KINDS)
         + ''.join(f'; {n:,} {what}' for what, n in counts.items() if n))
 
     if eval:
         if not known:
             fail(f'{run}: every text is blank: nothing to report')
-        report = {'run': run_name, 'policy': meta['policy'], 'policy_hash': meta['policy_hash'], 'sampling': meta['settings'], 'counts': counts, 'rates': stress_report(known)}
-        old = M.read_json(other) if compare else None
-        M.write_json(inside('report.json.tmp'), report)
-        os.replace(inside('report.json.tmp'), inside('report.json'))
-        draw(inside('report.png'), {**({old['run']: old['rates']} if old else {}), run_name: report['rates']})
+        report = {'run': run_name, 'policy': meta['policy'], 'policy_hash': meta['policy_hash'], 'sampling': meta['settings'], 'counts': counts,
+                  'rates': stress_report(known)}
+        save(inside('report.json'), json.dumps(report, indent=2, ensure_ascii=False))
+        save(inside('report.png'), draw({**({old['run']: old['rates']} if old else {}), run_name: report['rates']}))
         if old:
             differs = [k for k in old['sampling'] if k not in ('policy_hash', 'seed') and old['sampling'][k] != report['sampling'].get(k)]
             print(f"{old['run']} ({old['policy']}) > {run_name} ({meta['policy']})" + (f"; they differ in {', '.join(differs)} too" if differs else ''))
@@ -445,60 +459,45 @@ if __name__ == '__main__':
 
     # ---- pairs, and what the frozen policy thinks of both sides
 
-    pairs, reasons = make_pairs(scores, max_wer=max_wer, not_truncated=not_truncated, duration_in_bounds=duration_in_bounds, min_margin=min_margin, max_pairs=max_pairs)
+    pairs, reasons = make_pairs(scores, **{k: config[k] for k in ('max_wer', 'not_truncated', 'duration_in_bounds', 'min_margin', 'max_pairs')})
     why = {'blank_text': 'blank text', 'no_chosen': 'none passes the gates', 'no_rejected': 'all pass', 'no_margin': f'rewards less than {min_margin} apart'}
-    say(f"{reasons['pairs']:,} pairs from {reasons['paired']:,} of {reasons['groups']:,} groups; without a pair: " + ', '.join(f'{reasons[k]:,} {text}' for k, text in why.items()))
+    say(f"{reasons['pairs']:,} pairs from {reasons['paired']:,} of {reasons['groups']:,} groups; without a pair: "
+        + ', '.join(f'{reasons[k]:,} {text}' for k, text in why.items()))
     try:
         model, base = M.load_checkpoint(M.latest_checkpoint(ckpt or meta['policy']) or ckpt or meta['policy'], device, compute)
         if tensors_hash(base) != meta['policy_hash']:
             fail(f"{base} is not the policy that spoke: its weights differ from those of {meta['policy']} (--ckpt says where that is now)")
-        from prepare import encode_text, load_tokenizer, tagged
         tokenizer = load_tokenizer(base)[0]
     except (OSError, ValueError, ImportError) as e:
         fail(e)
-    prefixes = {}
+    places = [(named[name], k) for name, k in sorted({(p[s]['group_id'], p[s]['sample_idx']) for p in pairs for s in ('chosen', 'rejected')})]
+    tags, prefixes, reference = meta['settings']['language_tags'], {}, {}
+    with torch.no_grad():
+        for g, _ in places:
+            g['laid_out'] = M.prompt(encode_text(tokenizer, tagged(g['text'], g['lang'] if tags else '')), model.cfg)
+            if model.cfg.num_queries and g['voice'] not in prefixes:
+                prefixes[g['voice']] = model.voices([references.get(g['voice'])])[0]
+        batch_of = np.cumsum([len(g['laid_out']) + model.cfg.num_queries + g['frames'][k] for g, k in places]) // tokens_per_batch
+        for n in sorted(set(batch_of)):
+            batch = [places[i] for i in np.flatnonzero(batch_of == n)]
+            rows = [{'text': g['laid_out'], 'codes': codes_of(g, k)} | ({'prefix': prefixes[g['voice']]} if prefixes else {}) for g, k in batch]
+            packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in M.pack(rows, model.cfg).items()}
+            with torch.autocast(device, compute, enabled=compute != torch.float32):         # as dpo_train.py computes
+                out = model(packed)
+            parts = M.trajectory_logprob(out, packed, torch.tensor([g['truncated'][k] for g, k in batch], device=device), p_floor)
+            reference |= {(g['group'], k): values for (g, k), values in zip(batch, torch.stack(parts, 1).tolist())}
 
-    @torch.no_grad()
-    def prefix_of(v):
-        if v not in prefixes:
-            prefixes[v] = model.voices([references.get(v)])[0]
-        return prefixes[v]
+    def side(s):
+        k = s['sample_idx']
+        return {'k': k, 'start': named[s['group_id']]['starts'][k], **{x: s[x] for x in ('truncated', 'reward', 'wer', 'kind')},
+                **dict(zip(('ref_tokens', 'ref_stop', 'frames'), reference[s['group_id'], k]))}
 
-    def row(s):
-        group = index[s['group']]
-        text = M.prompt(encode_text(tokenizer, tagged(group['text'], group['lang'] if meta['settings']['language_tags'] else '')), model.cfg)
-        return {'text': text, 'codes': codes_of(s['group'], s['k'])} | ({'prefix': prefix_of(group['voice'])} if model.cfg.num_queries else {})
-
-    @torch.no_grad()
-    def log_probs(batch):
-        rows = [row(s) for s in batch]
-        packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in M.pack(rows, model.cfg).items()}
-        with torch.autocast(device, compute, enabled=compute != torch.float32):         # as dpo_train.py computes
-            out = model(packed)
-        parts = M.trajectory_logprob(out, packed, torch.tensor([s['truncated'] for s in batch], device=device), p_floor)
-        return torch.stack(parts, 1).tolist()
-
-    used = {(s['group'], s['k']): s for p in pairs for s in (p['chosen'], p['rejected'])}
-    place, batch, size, reference = sorted(used), [], 0, {}
-    for n, at in enumerate(place):
-        batch.append(at)
-        size += index[at[0]]['frames'][at[1]] + index[at[0]]['tokens'] + 30
-        if size > tokens_per_batch or n + 1 == len(place):
-            reference |= dict(zip(batch, log_probs([used[a] for a in batch])))
-            batch, size = [], 0
-    side = lambda s: {'k': s['k'], 'start': int(starts[s['group']][s['k']]), 'truncated': s['truncated'], 'reward': s['reward'], 'wer': s['wer'], 'kind': s['kind'],
-                      **dict(zip(('ref_tokens', 'ref_stop', 'frames'), reference[s['group'], s['k']]))}
     rows = []
     for p in pairs:
-        group = index[p['chosen']['group']]
-        rows.append({k: group[k] for k in ('group', 'prompt', 'text', 'lang', 'category', 'voice')} | {
-            'tokens': M.prompt(encode_text(tokenizer, tagged(group['text'], group['lang'] if meta['settings']['language_tags'] else '')), model.cfg),
-            'gap': p['gap'], 'chosen': side(p['chosen']), 'rejected': side(p['rejected'])})
+        g = named[p['group_id']]
+        rows.append({k: g[k] for k in ('group', 'prompt', 'text', 'lang', 'category', 'voice')} | {
+            'tokens': g['laid_out'], 'gap': p['gap'], 'chosen': side(p['chosen']), 'rejected': side(p['rejected'])})
     content = {'policy': meta['policy'], 'policy_hash': meta['policy_hash'], 'p_floor': p_floor, 'dtype': str(compute).removeprefix('torch.'),
                **{k: meta[k] for k in ('codec', 'special_tokens', 'text_repetition')}, 'counts': reasons, 'config': config, 'pairs': rows}
-    with open(inside('pairs.json.tmp'), 'w', encoding='utf-8') as f:
-        json.dump(content, f, ensure_ascii=False)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(inside('pairs.json.tmp'), inside('pairs.json'))
+    save(inside('pairs.json'), json.dumps(content, ensure_ascii=False))
     say(f"{inside('pairs.json')}: {len(rows):,} pairs" + ('' if rows else ': nothing to train on'))

@@ -4,14 +4,14 @@ any kill.
 
     pytest tests/test_dpo_sample.py
 """
-import json, os, signal, subprocess, sys, time
+import json, os, resource, shutil, signal, subprocess, sys, time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import model as M
-from dpo_sample import assign, frame_cap, number_of, read_prompts
+from dpo_sample import assign, frame_cap, number_of, progress, read_prompts
 from test_pretrain import write_corpus
 from test_sample import SPECIAL, TOKENIZER
 
@@ -49,8 +49,10 @@ def command(place, name, *flags, ranks=0):
             f'--voices={place}/corpus', *FLAGS, *flags]
 
 
-def run(place, name, *flags, ranks=0, code=0):
-    r = subprocess.run(command(place, name, *flags, ranks=ranks), capture_output=True, text=True, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'})
+def run(place, name, *flags, ranks=0, code=0, disk=None):
+    """disk: bytes that a file may have, as if there were no room for more."""
+    r = subprocess.run(command(place, name, *flags, ranks=ranks), capture_output=True, text=True, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'},
+                       preexec_fn=disk and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))))
     assert r.returncode == code, r.stdout[-3000:] + r.stderr[-3000:]
     return r.stdout + r.stderr
 
@@ -88,11 +90,31 @@ def test_assign():
 def test_prompts(tmp_path):
     (tmp_path / 'a.txt').write_text('\ufeffone  two\n\nthree\n', encoding='utf-8')
     assert [(p['id'], p['text']) for p in read_prompts(str(tmp_path / 'a.txt'))] == [('1', 'one two'), ('3', 'three')]
-    for content, message in (('', 'no prompts'), ('{"text": "a"}\n{"txt": "b"}', 'a.jsonl:2: not a JSON object with a text'), ('{"id": 1, "text": "a"}\n{"id": "1", "text": "b"}', "id '1' is that of line 1"),
-                             ('{"text": "..."}', 'a.jsonl:1: nothing to speak'), ('[1]', 'a.jsonl:1')):
+    for content, message in (('', 'no prompts'), ('{"text": "a"}\n{"txt": "b"}', 'a.jsonl:2: not a JSON object with a text'),
+                             ('{"id": 1, "text": "a"}\n{"id": "1", "text": "b"}', "id '1' is that of line 1"), ('{"text": "..."}', 'a.jsonl:1: nothing to speak'),
+                             ('[1]', 'a.jsonl:1'), ('{"text": "a \\ud800"}', 'a.jsonl:1: not a JSON object')):
         (tmp_path / 'a.jsonl').write_text(content)
         with pytest.raises(ValueError, match=message):
             read_prompts(str(tmp_path / 'a.jsonl'))
+    (tmp_path / 'a.jsonl').write_text('{"id": null, "text": "a", "lang": null, "category": null}')
+    assert read_prompts(str(tmp_path / 'a.jsonl')) == [{'id': '1', 'text': 'a', 'category': '', 'lang': ''}]
+    (tmp_path / 'a.json').write_text('[{"text": "a"}]')                     # no list of lines: it would be spoken with its brackets
+    with pytest.raises(ValueError, match='a.json:1: not a JSON object'):
+        read_prompts(str(tmp_path / 'a.json'))
+
+
+def test_progress(tmp_path):
+    """One line for all ranks, of what those alive are doing."""
+    folder, now = str(tmp_path), time.time()
+    assert progress(folder) == f'{folder}: no run there yet'
+    M.write_json(tmp_path / 'meta.json', {'groups': 40, 'rollouts': 8})
+    for rank, lines, age in ((0, 4, 1), (1, 3, 2), (12, 3, 300)):           # the last has died
+        (tmp_path / f'index-{rank}.jsonl').write_text('{}\n' * lines + '{"cut')
+        M.write_json(tmp_path / f'progress-{rank}.json', {'start': now - age - 10, 'now': now - age, 'groups': 5, 'seconds': 50.0})
+    assert progress(folder) == f'{folder}: 10/40 groups (25.0%), 8.0 rollouts/s, 10 s of audio/s, 0 min left'
+    for rank in (0, 1):
+        os.remove(tmp_path / f'progress-{rank}.json')
+    assert progress(folder).endswith('nobody is at work')
 
 
 def test_what_is_written(place):
@@ -115,11 +137,14 @@ def test_what_is_written(place):
 
 @pytest.mark.parametrize('flags, ranks', [(['--slots=2'], 0), ([], 2)], ids=['two slots', 'two ranks'])
 def test_the_same_files_however_made(place, flags, ranks):
-    name = f'again{ranks}'
+    name = f'index-{ranks}'                                             # as its own files are called
     text = run(place, name, *flags, ranks=ranks)
     same(place, name)
     assert '24 groups of 3, 0 of them done' in text
+    for left in ('tokens-1.bin', 'progress-1.json.tmp'):                # a kill between the last file and the end
+        open(path(place, name, left), 'w').close()
     assert 'finished' in run(place, name, *flags)                       # once more: nothing to do
+    same(place, name)
 
 
 def test_kills(place):
@@ -147,15 +172,51 @@ def test_kills(place):
     same(place, 'killed')
 
 
-def test_refusals(place):
+def test_full_disk(place):
+    """One line, wherever it happens, and once there is room the run goes on."""
+    size = lambda file: os.path.getsize(path(place, 'whole', file))
+    assert size('meta.json') < size('voices.safetensors') < size('tokens.bin')
+    for disk, file in ((100, 'voices'), (size('tokens.bin') // 2, 'rank 0'), (size('tokens.bin') - 1, 'joining')):
+        text = run(place, 'full', '--slots=2', disk=disk, code=2)
+        assert text.rstrip().splitlines()[-1].startswith(f'dpo_sample.py: {place}/out/full/rollouts') and 'Traceback' not in text, (file, text)
+    assert ', 0 of them done' not in run(place, 'full')
+    same(place, 'full')
+
+
+def test_without_voice_cloning(place):
+    """A checkpoint that takes no voice speaks without one."""
+    model, base = M.load_checkpoint(f'{place}/policy/checkpoint-3')
+    model.cfg.num_queries = 0
+    plain = M.Gepard(model.cfg)
+    plain.init_weights(0)
+    M.save_checkpoint(f'{place}/plain', plain.state_dict(), plain.cfg, base, {})
+    assert 'plain has no voice cloning: leave out voices' in run(place, 'plain', f'--ckpt={place}/plain', code=2)
+    run(place, 'plain', f'--ckpt={place}/plain', '--voices=')
+    assert {json.loads(line)['voice'] for line in open(path(place, 'plain', 'index.jsonl'))} == {-1}
+
+
+def test_refusals(place, tmp_path):
+    os.makedirs(tmp_path / 'run' / 'checkpoint-2')
+    (tmp_path / 'run' / 'checkpoint-2' / 'adapter.safetensors').write_bytes(b'')
+    os.makedirs(tmp_path / 'empty')
+    shutil.copytree(place / 'corpus', tmp_path / 'foreign')
+    meta = M.read_json(tmp_path / 'foreign' / 'meta.json')
+    M.write_json(tmp_path / 'foreign' / 'meta.json', meta | {'codec': meta['codec'] | {'id': 'some/other'}})
     for flags, message in (
             (['--temperature=0.5'], 'was begun with temperature 0.4, now 0.5: choose another run_name'), (['--prompts='], 'prompts is missing'),
             (['--cap_max=4'], 'cap_max 4 is below cap_min 5'), (['--temperature=0'], 'are all the same'), (['--voices=nowhere'], 'voices: nowhere: no such file or folder'),
             (['--ckpt=out/nothing'], 'no such folder')):
         text = run(place, 'whole', *flags, code=2)
         assert message in text and 'Traceback' not in text, text
-    text = run(place, 'bad', '--hold_out=nobody', code=2)
-    assert 'hold_out: no voice is called nobody' in text
+    for flags, message in (
+            (['--hold_out=nobody'], 'hold_out: no voice is called nobody'), ([f'--voices={place}/corpus,{tmp_path}/empty'], f'voices: {tmp_path}/empty: no voice there'),
+            ([f'--voices={tmp_path}/foreign'], 'was built with codec some/other'), ([f'--ckpt={tmp_path}/run'], 'run/checkpoint-2: these are adapters'),
+            (['--max_ref_seconds=0.01', '--run_name=..'], 'max_ref_seconds must be at least 0.1, got 0.01; run_name is a folder name')):
+        text = run(place, 'bad', *flags, code=2)
+        assert message in text and 'Traceback' not in text, text
+    (tmp_path / 'long.txt').write_text('four\n' + 'four ' * 500)
+    assert 'long.txt: prompt 2: 503 tokens and 60 frames do not fit the model' in run(place, 'bad', f'--prompts={tmp_path}/long.txt', code=2)
+    assert os.listdir(path(place, 'bad', '')) == ['lock-0']             # nothing was begun: with the right settings the name is free
     assert 'nothing' not in run(place, 'none-yet', '--status') and 'no run there yet' in run(place, 'none-yet', '--status')
 
 

@@ -4,7 +4,7 @@ codec, heard by the real Whisper.
 
     pytest tests/test_dpo_score.py
 """
-import gc, json, os, runpy, signal, subprocess, sys, time
+import gc, json, os, resource, runpy, shutil, signal, subprocess, sys, time
 
 import numpy as np
 import pytest
@@ -170,10 +170,16 @@ def script(place, capsys, *flags, code=0):
 
 @pytest.fixture(scope='module')
 def heard(place):
-    """The first run of the script, in a process of its own."""
-    r = subprocess.run([sys.executable, 'dpo_score.py', f'--out_dir={place}/out', *FLAGS], capture_output=True, text=True, cwd=ROOT, env=os.environ | {'OMP_NUM_THREADS': '1'})
-    assert r.returncode == 0, r.stdout[-2000:] + r.stderr[-3000:]
-    return place, r.stdout
+    """The first run of the script."""
+    return place, alone(place)
+
+
+def alone(place, *flags, code=0, disk=None):
+    """Runs dpo_score.py in a process of its own -> what it printed. disk: bytes that a file may have, as if there were no room for more."""
+    r = subprocess.run([sys.executable, 'dpo_score.py', f'--out_dir={place}/out', *FLAGS, *flags], capture_output=True, text=True, cwd=ROOT,
+                       env=os.environ | {'OMP_NUM_THREADS': '1'}, preexec_fn=disk and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))))
+    assert r.returncode == code, r.stdout[-2000:] + r.stderr[-3000:]
+    return r.stdout + r.stderr
 
 
 def read(place, name, file):
@@ -203,6 +209,9 @@ def test_other_weights_and_gates_hear_nothing(heard, capsys, monkeypatch):
     monkeypatch.setattr(codec.NanoCodec, '__init__', None)
     monkeypatch.setattr(whisper, 'load_model', None)
     before = (place / 'out' / 'round1' / 'facts.jsonl').read_bytes()
+    model, base = M.load_checkpoint(str(place / 'policy'))                          # as if it had been trained on in the meantime
+    model.stop_head.bias.data += 1
+    M.save_checkpoint(str(place / 'changed'), model.state_dict(), model.cfg, base, {})
     spelled = "--respell={r'(\\d)': r' \\1 ', '4': 'four', '2': 'two', '7': 'seven'}"
     text = script(place, capsys, spelled, '--w_wer=2', '--w_empty=5')
     scores = read(place, 'round1', 'scores.jsonl')
@@ -210,17 +219,19 @@ def test_other_weights_and_gates_hear_nothing(heard, capsys, monkeypatch):
     assert scores[2]['terms']['wer'] == -2 and scores[2]['terms']['empty'] == -5
     got = [(p['group'], p['chosen']['k'], p['rejected']['k']) for p in M.read_json(place / 'out' / 'round1' / 'pairs.json')['pairs']]
     assert got == [('0/0', 0, 2), ('4/0', 0, 1)], got                              # the silence is worst
-    assert '1 pairs from 1' in script(place, capsys)                               # and back
+    assert '1 pairs from 1' in script(place, capsys, 'config/dpo.py', '--speaker_model=')       # and back; the three scripts' one file of settings
     assert (place / 'out' / 'round1' / 'facts.jsonl').read_bytes() == before
     for flags, message in ((['--asr_window=10'], '--rehear hears everything again'), (['--run_name=none'], 'no finished rollouts there'), (['--asr=none.pt'], 'none.pt: no such file'),
-                           (['--respell={"(": ""}'], 'respell'), (['--compare=x'], 'compare belongs to --eval'), ([f'--ckpt={place}/nothing'], 'no such folder')):
+                           (['--respell={"(": ""}'], 'respell'), (['--respell={"4": 4}'], "respell: '4': 4"), (['--respell={"4": r"\\1"}'], 'respell: '),
+                           (['--compare=x'], 'compare belongs to --eval'), (['--eval', '--compare=x'], 'x/report.json: no such file (--eval writes it)'),
+                           (['--eval', f'--compare={place}/out/round1/pairs.json'], 'pairs.json is no report of --eval'), ([f'--ckpt={place}/nothing'], 'no such folder'),
+                           ([f'--ckpt={place}/changed'], 'changed is not the policy that spoke: its weights differ')):
         text = script(place, capsys, *flags, code=2)
         assert message in text and 'Traceback' not in text, text
 
 
 def test_stress_report(heard, capsys):
     place, _ = heard
-    import shutil
     shutil.copytree(place / 'out' / 'round1', place / 'out' / 'other')
     script(place, capsys, '--eval', '--run_name=other')
     text = script(place, capsys, '--eval', '--compare=other', '--max_wer=1')
@@ -230,40 +241,66 @@ def test_stress_report(heard, capsys):
     assert os.path.getsize(place / 'out' / 'round1' / 'report.png') > 1000
 
 
+def test_what_cannot_be_heard_with(place, capsys, tmp_path):
+    """One line that names the setting: a Whisper file cut short or of something else, no codec, a language that Whisper does not know."""
+    import torch
+    shutil.copytree(place / 'out' / 'round1' / 'rollouts', tmp_path / 'out' / 'round1' / 'rollouts')
+    with open(os.path.join(ROOT, '.cache', 'whisper-base.pt'), 'rb') as f:
+        (tmp_path / 'cut.pt').write_bytes(f.read(100000))
+    (tmp_path / 'text.pt').write_text('hello')
+    torch.save({'a': 1}, tmp_path / 'other.pt')
+    index = tmp_path / 'out' / 'round1' / 'rollouts' / 'index.jsonl'
+    index.write_text(index.read_text().replace('"lang": "en"', '"lang": "klingon"', 1))
+    for flags, message in (*(([f'--asr={tmp_path}/{n}.pt'], f'asr {tmp_path}/{n}.pt (a name') for n in ('cut', 'text', 'other')), (['--asr=nosuch'], 'asr nosuch (a name'),
+                           (['--speaker_model=/nowhere'], 'speaker_model /nowhere (a WavLM'), (['--codec=/nowhere.nemo'], 'codec: FileNotFoundError: /nowhere.nemo'),
+                           (['--language='], "Whisper knows none called 'klingon'")):
+        text = script(tmp_path, capsys, *flags, '--rehear', code=2)
+        assert text.splitlines()[-1].startswith('dpo_score.py: ') and message in text and 'Traceback' not in text, text
+    (tmp_path / 'out' / 'round1' / 'rollouts' / 'tokens.bin').unlink()
+    assert 'tokens.bin' in script(tmp_path, capsys, '--rehear', code=2).splitlines()[-1]
+
+
 def test_kill_and_two_ranks(heard, tmp_path):
-    """kill -9 after the first block, the rest by two ranks: the same facts, scores and pairs."""
-    import shutil
+    """kill -9 once and again, the rest by two ranks: the same facts, scores and pairs. A disk that is full on the way is one line."""
     place, _ = heard
     shutil.copytree(place / 'out' / 'round1' / 'rollouts', tmp_path / 'out' / 'round1' / 'rollouts')
     command, env = ['dpo_score.py', f'--out_dir={tmp_path}/out', *FLAGS], os.environ | {'OMP_NUM_THREADS': '1'}
-    facts = tmp_path / 'out' / 'round1' / 'facts-0.jsonl'
-    p, begun = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), time.time()
-    while p.poll() is None and time.time() - begun < 200 and not (facts.exists() and facts.stat().st_size):
-        time.sleep(0.01)
-    p.send_signal(signal.SIGKILL)
-    p.wait()
-    with open(facts, 'a') as f:
-        f.write('{"block": 4, "gro')
+    facts, rng = tmp_path / 'out' / 'round1' / 'facts-0.jsonl', np.random.default_rng(0)
+    size_of = lambda: facts.stat().st_size if facts.exists() else 0
+    for _ in range(2):
+        p, begun, size = subprocess.Popen([sys.executable, *command], cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL), time.time(), size_of()
+        while p.poll() is None and time.time() - begun < 200 and size_of() < size + 50:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 0.3))
+        p.send_signal(signal.SIGKILL)
+        p.wait()
+        if facts.exists():
+            with open(facts, 'a') as f:
+                f.write('{"block": 4, "gro')
     r = subprocess.run([sys.executable, '-m', 'torch.distributed.run', '--standalone', '--nproc_per_node=2', *command], cwd=ROOT, env=env, capture_output=True, text=True)
     assert r.returncode == 0, r.stderr[-3000:]
-    r = subprocess.run([sys.executable, *command, f'--out_dir={place}/out'], cwd=ROOT, env=env, capture_output=True, text=True)      # the undisturbed one with the same settings
-    assert r.returncode == 0, r.stderr[-3000:]
+    text = alone(place, code=2, disk=500)
+    assert text.splitlines()[-1].startswith(f'dpo_score.py: {place}/out/round1/scores.jsonl') and 'Traceback' not in text, text
+    alone(place)                                                        # the undisturbed one with the same settings
     for file in ('facts.jsonl', 'scores.jsonl'):
         assert (tmp_path / 'out' / 'round1' / file).read_bytes() == (place / 'out' / 'round1' / file).read_bytes(), file
     a, b = (M.read_json(x / 'out' / 'round1' / 'pairs.json') for x in (tmp_path, place))
     assert a['pairs'] == b['pairs'] and not list((tmp_path / 'out' / 'round1').glob('facts-*'))
 
 
-def test_speaker_similarity(place, capsys, tmp_path):
+def test_speaker_similarity(place, capsys, tmp_path, monkeypatch):
     """A random WavLM x-vector through transformers: a rollout that is its own reference has similarity 1, the null voice has none."""
-    import shutil
     transformers = pytest.importorskip('transformers')
     cfg = transformers.WavLMConfig(hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, conv_dim=(16,) * 7, num_feat_extract_layers=7,
                                    tdnn_dim=(16, 16, 16, 16, 48), xvector_output_dim=16, num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4)
     transformers.WavLMForXVector(cfg).save_pretrained(tmp_path / 'wavlm')
     transformers.Wav2Vec2FeatureExtractor(feature_size=1, sampling_rate=16000, do_normalize=True, return_attention_mask=True).save_pretrained(tmp_path / 'wavlm')
     shutil.copytree(place / 'out' / 'round1' / 'rollouts', tmp_path / 'out' / 'round1' / 'rollouts')
+    import codec
+    decode, clips = codec.NanoCodec.decode, []
+    monkeypatch.setattr(codec.NanoCodec, 'decode', lambda nano, codes: (clips.append(len(codes)), decode(nano, codes))[1])
     script(tmp_path, capsys, f'--speaker_model={tmp_path}/wavlm')
+    assert sum(clips) == 12 + 1 and max(clips) == 4                                 # a block at a time and the reference, never all waveforms
     facts = [[r['similarity'] for r in g['rollouts']] for g in read(tmp_path, 'round1', 'facts.jsonl')]
     assert facts[0][0] == facts[0][3] == pytest.approx(1, abs=1e-4) and facts[0][2] is None and facts[1] == [None, None] and -1 <= facts[0][1] < 0.9999
     s = read(tmp_path, 'round1', 'scores.jsonl')[1]
