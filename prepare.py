@@ -49,7 +49,7 @@ max_text_tokens = 1000          # longer texts are dropped: 40 s hold some 200 t
 min_frames = 1                  # codec frames a clip must fill: 1 is 1024 samples at 22,050 Hz, 46 ms; 1023 samples are dropped
 silence_peak = 1e-4             # a clip whose peak is below (-80 dBFS) is dropped: it teaches words as silence; 0.0 = off
 max_reject_share = 0.05         # more bad rows than this and the run fails at the end, with nothing lost: raise it and run again; 1.0 = off
-# speakers and the held-out part
+# speakers and the held-out part: decided when all rows are encoded, so these may still be changed while a build is unfinished
 min_clips_per_speaker = 3       # training clips that make a speaker usable: a batch takes K = 3 clips of each; 1 = all are
 singleton_policy = 'null_prefix'    # speakers with fewer: 'null_prefix' keeps their rows without a speaker, 'remove' drops them
 val_share = 0.01                # share of texts held out, by a hash of the text: a sentence that ten voices say is on one side; 0.0 = off
@@ -73,6 +73,7 @@ DRAFT = np.dtype([('text_len', '<i8'), ('frame_len', '<i8'), ('line', '<i8'), ('
 NANO = {'sample_rate': 22050, 'hop': 1024, 'levels': [8, 7, 6, 6], 'groups': 8}         # what tokenized sources hold
 SPLITS = ('train', 'val', 'val_speakers')
 FREE = ('out_dir', 'max_reject_share', 'device', 'num_workers', 'batch_seconds', 'unit_rows', 'picture', 'check_rows', 'overwrite')     # they change no byte
+JOINED = ('min_clips_per_speaker', 'singleton_policy', 'val_share', 'val_speakers')     # they change no unit, only how the units are joined
 KINDS = {'csv': ',', 'tsv': '\t', 'ljspeech': '|', 'jsonl': '', 'parquet': '', 'hf': '', 'folder': ''}
 KEYS = {'name': str, 'path': str, 'kind': str, 'split': str, 'subset': str, 'streaming': bool, 'columns': dict, 'root': str, 'quotes': bool,
         'language_tag': str, 'max_rows': int}       # of a source, and their types
@@ -275,9 +276,10 @@ def fault_of(source):
         return f"root {source['root']!r}: no such folder"
     if clean_text(source.get('language_tag', 'x')) != source.get('language_tag', 'x'):
         return f"language_tag {source['language_tag']!r}: blanks or control characters at its ends or in it"
-    arrow, roles = kind in ('parquet', 'hf'), {'audio', 'text', 'speaker', 'language'}
-    if columns and (not (set() if arrow else {'audio', 'text'}) <= set(columns) <= roles | ({'layers', 'encoded_len'} if arrow else set())
-                    or {type(c) for c in columns.values()} not in ({str}, {str} if arrow else {int})):
+    needed, known, types = {'audio', 'text'}, {'audio', 'text', 'speaker', 'language'}, ({str}, {int})
+    if kind in ('parquet', 'hf'):
+        needed, known, types = set(), known | {'layers', 'encoded_len'}, ({str},)
+    if columns and not (needed <= set(columns) <= known and {type(c) for c in columns.values()} in types):
         return f'columns {columns}: audio, text, speaker? and language?, by name, or all by number in a table without header'
     return ''
 
@@ -359,7 +361,7 @@ def table_rows(source):
             blank = []
 
 def open_lines(source):
-    """(count, read, files, tokenized) of a table or a folder; read(start, end) gives (its rows, None), and start must not go back."""
+    """(count, read, files, tokenized) of a table or a folder; read(start, end) gives (its rows, codes: None), and start must not go back."""
     lines, at = folder_rows if kind_of(source) == 'folder' else table_rows, 0
     stream, files = lines(source), [source['path']] if lines is table_rows else files_below(source['path'], (*AUDIO, '.txt'))
     def read(start, end):
@@ -469,7 +471,7 @@ def open_hf(source, want):
     return files, [schema], count, batches
 
 def open_arrow(source):
-    """open_lines of parquet and Hugging Face datasets. Tokens stay in Arrow: read gives (rows, list of Arrow tables), and (rows, None) of audio."""
+    """open_lines of parquet and Hugging Face datasets. Of tokens read gives (rows, what tokens_of makes of each)."""
     path, given, most, want = source['path'], source.get('columns') or {}, source.get('max_rows', sys.maxsize), [0]
     try:
         files, schemas, count, batches = (open_hf if kind_of(source) == 'hf' else open_parquet)(source, want)
@@ -505,15 +507,17 @@ def open_arrow(source):
                 parts.append(part.select(list(roles.values())).rename_columns(list(roles)))
         if upto > end:
             held.append((at, batch))
-        plain = [k for k in roles if k != 'encoded_len' and not k.startswith('layer')]
-        rows = [fields for part in parts for fields in part.select(plain).to_pylist()]      # not joined: another file may have other types
-        return [(start + n, '', fields) for n, fields in enumerate(rows, 1)], parts if layers else None
+        plain = [k for k in roles if k != 'encoded_len' and not k.startswith('layer')]      # tokens never become Python lists
+        rows = [fields for part in parts for fields in part.select(plain).to_pylist()]      # part by part: another file may have other types
+        codes = [c for part in parts for c in tokens_of(part)] if layers else None
+        return [(start + n, '', fields) for n, fields in enumerate(rows, 1)], codes
     return lambda: count(most, roles['text']), read, files, bool(layers)
 
-def tokens_of(table, radix):
+def tokens_of(table):
     """Token columns of a batch -> of each row its codes uint16 [frames, layers], or (reason, detail)."""
     import pyarrow.compute as pc
-    names, why, none = [n for n in table.column_names if re.fullmatch(r'layer\d+', n)], {}, -2 ** 63         # none: a null in a list
+    names, why, none = [n for n in table.column_names if n.startswith('layer')], {}, -2 ** 63         # none: a null in a list
+    radix = math.prod(NANO['levels'])
     length = np.stack([pc.fill_null(pc.list_value_length(table[n]), -1).to_numpy() for n in names], 1).astype(np.int64)        # [rows, layers]
     said = length[:, 0]
     if 'encoded_len' in table.column_names:
@@ -631,6 +635,8 @@ if __name__ == '__main__':
         stop(str(e) if e.filename else f'{e} (in {out_dir}.building)')
     sys.excepthook = disk_fault
     out_dir = out_dir.rstrip('/')
+    if os.path.islink(out_dir):                             # the disk that it leads to is meant
+        out_dir = os.path.realpath(out_dir)
     if not out_dir or os.path.ismount(out_dir):             # a mounted folder can't be put in the place of another
         stop(f"out_dir: a folder to be made, got {config['out_dir']!r}")
 
@@ -660,6 +666,7 @@ if __name__ == '__main__':
         complaint = fault_of(s) or f"name {s['name']!r}: another source has it" * (s['name'] in [x['name'] for x in sources[:i]])
         if complaint:
             stop(f"sources[{i}]{' ' + repr(s['name']) if 'name' in s else ''}: {complaint}")
+    sources = [{**s, 'kind': kind_of(s)} for s in sources]      # found out once: it may take a walk through the folder
     try:
         tok, path = load_tokenizer(tokenizer)
     except Exception as e:
@@ -689,20 +696,21 @@ if __name__ == '__main__':
     building = out_dir + '.building'
     if not rank:
         settings['table_hashes'] = {s['name']: hash_of(f) for s, f in zip(sources, files)}
-        begun, made = os.path.join(building, 'settings.json'), {}       # made: folder -> the settings it was made with
-        if os.path.isfile(out_dir) or os.path.isdir(out_dir) and os.listdir(out_dir):
+        finished = os.path.isfile(out_dir) or os.path.isdir(out_dir) and bool(os.listdir(out_dir))
+        if finished:
             try:
                 meta = json.load(open(os.path.join(out_dir, 'meta.json'), encoding='utf-8'))
-                made[out_dir] = {MAGIC: meta['settings']}[meta['magic']]
+                mine = meta['magic'] == MAGIC and meta['settings']
             except (OSError, ValueError, LookupError, TypeError):
+                mine = False
+            if not mine:
                 stop(f'{out_dir} is or holds files that are not a corpus: choose another --out_dir')
-        if os.path.exists(begun):
-            made[building] = json.load(open(begun))
-        for folder, old in made.items():
-            changed = differing(old, settings)
+        begun, encoded = os.path.join(building, 'settings.json'), {k: v for k, v in settings.items() if k not in JOINED}
+        of_units = json.load(open(begun)) if os.path.exists(begun) else None
+        for folder, changed in ((out_dir, finished and differing(mine, settings)), (building, of_units and differing(of_units, encoded))):
             if changed and not overwrite:
                 stop(f"{folder} was made with other settings ({'; '.join(changed)}): choose another --out_dir, or --overwrite")
-        if out_dir in made and not overwrite:
+        if finished and not overwrite:
             try:
                 print_table(Corpus(out_dir).meta)
             except (OSError, ValueError) as e:
@@ -721,10 +729,11 @@ if __name__ == '__main__':
             stop(f'another prepare.py is building {out_dir}')
         except OSError as e:
             stop(f'out_dir: {e}')
-        if differing(made.get(building), settings):     # overwrite, or killed in its last act: nothing of the other settings stays
-            for entry in os.scandir(building):
-                shutil.rmtree(entry) if entry.is_dir() else os.remove(entry) if entry.name != 'lock' else None
-        save(begun, lambda f: f.write(json.dumps(settings).encode()))
+        if of_units != encoded:                         # overwrite, or killed in its last act: no unit of other settings stays
+            for name in os.listdir(building):
+                if name.startswith('unit-'):
+                    os.remove(os.path.join(building, name))
+        save(begun, lambda f: f.write(json.dumps(encoded).encode()))
 
         # one pass over the tables: what is wrong with them is said now, not after a day of encoding
         checked = [count() for count in counts]
@@ -768,40 +777,37 @@ if __name__ == '__main__':
     ahead, begin, said, seconds, dropped, done = deque(), time.time(), time.time(), 0, 0, 0
     for unit in itertools.chain(todo, [None]):      # None encodes what is still ahead
         if unit:
-            part, table = readers[unit[0]](*unit[1:3])
-            rows = list(source_rows(unit[0], sources[unit[0]], part))
-            for r in rows:
-                if not table and 'reason' not in r:
-                    r['clip'] = pool.submit(load_clip, r.pop('path'), rate, max_seconds, min_frames * hop, silence_peak)
-            ahead.append((unit, rows, table))
+            source, start, end, file = unit
+            lines, codes = readers[source](start, end)
+            rows = list(source_rows(source, sources[source], lines))
+            for r, c in zip(rows, codes or rows):
+                if 'reason' not in r:
+                    r['clip'] = c if codes else pool.submit(load_clip, r.pop('path'), rate, max_seconds, min_frames * hop, silence_peak)
+            ahead.append((source, rows, file))
         if not ahead or unit and len(ahead) < 2:
             continue
-        (source, *_, file), rows, table = ahead.popleft()
-        if table:
-            for r, codes in zip(rows, (codes for part in table for codes in tokens_of(part, radix))):
-                if 'reason' not in r:
-                    r['clip'] = codes
-        good = [r for r in rows if 'reason' not in r]
+        source, rows, file = ahead.popleft()
+        tokens, good = tokenized[source], [r for r in rows if 'reason' not in r]
         for r, ids in zip(good, encode_texts(tok, [r['text'] for r in good])):
-            r['ids'], clip = np.array(ids, dtype='<u4'), r['clip'] if table else r['clip'].result()      # codes or samples; or why not
-            r['clip'] = clip
+            clip = r['clip'] = r['clip'] if tokens else r['clip'].result()                  # codes or samples; or why not
+            r['ids'] = np.array(ids, dtype='<u4')
             if isinstance(clip, tuple):
                 r['reason'], r['detail'] = clip
-            elif table and len(clip) < min_frames:
+            elif tokens and len(clip) < min_frames:
                 r['reason'], r['detail'] = 'audio too short', f'{len(clip)} frames, at least {min_frames}'
-            elif table and max_seconds and len(clip) * hop > max_seconds * rate + hop:      # the last frame is filled up
+            elif tokens and max_seconds and len(clip) * hop > max_seconds * rate + hop:      # the last frame is filled up
                 r['reason'], r['detail'] = 'audio too long', f'{len(clip) * hop / rate:.1f} s'
             elif max_text_tokens and len(ids) > max_text_tokens:
                 r['reason'], r['detail'] = 'text too long', f'{len(ids)} tokens'
             elif not ids or not specials.isdisjoint(ids):
                 r['reason'], r['detail'] = 'text holds a special token' if ids else 'text gives no tokens', r['text'][:200]
         good = [r for r in good if 'reason' not in r]
-        for r, codes in zip(good, [r['clip'] for r in good] if table else nano.encode([r['clip'] for r in good])):
-            if not table and (codes.shape != (-(-len(r['clip']) // hop), groups) or codes.max() >= radix):
-                raise RuntimeError(f"{r['audio']}: the codec gave codes {codes.shape} up to {codes.max()} for {len(r['clip'])} samples")
+        for r, codes in zip(good, [r['clip'] for r in good] if tokens else nano.encode([r['clip'] for r in good])):
             r['codes'] = codes.astype('<u2')
-            if table:
-                r['key'] = key_of(source, r['text'], codes)
+            if tokens:
+                r['key'] = key_of(source, r['text'], r['codes'])
+            elif codes.shape != (-(-len(r['clip']) // hop), groups) or codes.max() >= radix:
+                raise RuntimeError(f"{r['audio']}: the codec gave codes {codes.shape} up to {codes.max()} for {len(r['clip'])} samples")
         names, tags = sorted({r['speaker'] for r in good} - {None}), sorted({r['tag'] for r in good})
         who = {None: -1, **{n: k for k, n in enumerate(names)}}
         draft = np.array([(len(r['ids']), len(r['codes']), r['line'], source, who[r['speaker']], r['hash'], r['key'], tags.index(r['tag']),
@@ -856,8 +862,8 @@ if __name__ == '__main__':
         index[field] = draft[field][keep]
     lay_out(index)
     index['split'], index['speaker'] = split[keep], np.array([place.get(n, -1) for n in names] + [-1])[who[keep]]
-    nulls, why, text_stats = int((index['speaker'] < 0).sum()), [Counter() for _ in sources], []        # why: of each source, reason -> rows
-    new, replaced, failed, at = os.path.join(building, 'corpus'), os.path.join(building, 'replaced'), not len(index) or bad > max_reject_share * total, 0
+    new, failed = os.path.join(building, 'corpus'), not len(index) or bad > max_reject_share * total
+    why, at = [Counter() for _ in sources], 0           # why: of each source, reason -> rows
     shutil.rmtree(new, ignore_errors=True)
     os.makedirs(new)
     with (open(f'{new}/codes.bin', 'wb') as codes_file, open(f'{new}/text.bin', 'wb') as text_file, open(f'{new}/rejects.jsonl', 'wb') as rejects_file):
@@ -879,6 +885,7 @@ if __name__ == '__main__':
         for f in (codes_file, text_file, rejects_file):
             f.flush()
             os.fsync(f.fileno())
+    nulls, text_stats = int((index['speaker'] < 0).sum()), []
     for i, source in enumerate(sources):
         for tag in sorted(tags):
             cell = draft[keep & (draft['source'] == i) & (draft['tag'] == tags[tag])]
@@ -914,8 +921,8 @@ if __name__ == '__main__':
         soundfile.write(f'{new}/check-{i}.wav', nano.decode([corpus.codes(i)])[0], rate, subtype='PCM_16')
         print(f'{out_dir}/check-{i}.wav should say: {tok.decode(corpus.text(i).tolist())[:200]}')
     if os.path.isdir(out_dir):
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(out_dir, replaced)
+        shutil.rmtree(f'{building}/replaced', ignore_errors=True)
+        os.rename(out_dir, f'{building}/replaced')
     os.rename(new, out_dir)
     shutil.rmtree(building)
     print_table(meta)

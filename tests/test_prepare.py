@@ -578,6 +578,18 @@ def test_too_many_bad_rows_fail_the_run_and_lose_nothing(tmp_path, fake):
     assert len(prepare(tmp_path / 'out', (source,), '--unit_rows=5', '--max_reject_share=0.1')) == 11
     assert sys.modules['codec'].NanoCodec.calls == calls                # nothing was encoded twice
 
+def test_what_only_the_join_needs_may_change_on_the_way(tmp_path, fake):
+    """Too many held-out speakers are known at the end. Other ones are joined from the units that are there; what a unit depends on is refused."""
+    source, out = speech(tmp_path / 'in'), tmp_path / 'out'
+    want = files(prepare(tmp_path / 'want', (source,), '--val_speakers=1', '--val_share=0.2', '--singleton_policy=remove', '--min_clips_per_speaker=2').path)
+    assert 'only 3 speakers' in prepare(out, (source,), '--val_speakers=9')
+    assert 'out.building was made with other settings (max_seconds: 40.0 there, 30.0 now)' in prepare(out, (source,), '--max_seconds=30')
+    os.remove(tmp_path / 'out.building/lock')
+    calls = sys.modules['codec'].NanoCodec.calls
+    assert files(prepare(out, (source,), '--val_speakers=1', '--val_share=0.2', '--singleton_policy=remove', '--min_clips_per_speaker=2').path) == want
+    assert sys.modules['codec'].NanoCodec.calls == calls
+    assert 'val_speakers: 1 there, 0 now' in prepare(out, (source,), '--val_share=0.2', '--singleton_policy=remove', '--min_clips_per_speaker=2')
+
 def test_reader_names_what_is_wrong(tmp_path, fake):
     good = prepare(tmp_path / 'out', (speech(tmp_path / 'in'),)).path
     with pytest.raises(FileNotFoundError, match='no corpus here'):
@@ -616,6 +628,14 @@ def test_real_codec(tmp_path):
 def test_help_is_the_config_block(capsys, tmp_path):
     prepare_help = subprocess.run([sys.executable, SCRIPT, '--help'], capture_output=True, text=True).stdout
     assert 'val_share = 0.01' in prepare_help and 'language_tag' in prepare_help and 'class Corpus' not in prepare_help
+
+def test_a_link_to_another_disk_stays_one(tmp_path, fake):
+    source = speech(tmp_path / 'in')
+    os.makedirs(tmp_path / 'big')
+    os.symlink(tmp_path / 'big/corpus', tmp_path / 'out')       # of a folder that is not there yet, then of a corpus
+    for flags in ((), ('--val_share=0.5', '--overwrite')):
+        assert len(prepare(tmp_path / 'out', (source,), *flags)) == 12
+        assert os.path.islink(tmp_path / 'out') and os.listdir(tmp_path / 'big') == ['corpus']
 
 def test_user_errors_are_one_line(tmp_path, fake):
     speech(tmp_path)
