@@ -22,6 +22,8 @@ def test_sentences(monkeypatch):
     texts, closed = {t for _, t, _ in train}, {t for own in held.values() for t in own}
     known_alone = set(held.pop('known'))
     closed -= known_alone
+    spoken = {t for own in (*held.values(), known_alone, *prompts.values()) for t in own}
+    assert not {w.capitalize() + '.' for w in speech.UNCLEAR} & spoken
     assert known_alone <= texts and not known_alone & {*prompts['1']} and not closed & texts and not closed & {t for own in prompts.values() for t in own} and not closed & {r[1] for r in references}
     assert len(closed) == sum(map(len, held.values())) == speech.per_bucket * 5 and {e[1] for e in evaluation} == closed | known_alone
     known = {w for t in texts for w in words(t)}
