@@ -59,9 +59,11 @@ run = os.path.join(out_dir, run_name)
 def validate():
     bad = []
     rule = lambda ok, text: ok or bad.append(text)
-    for name in ('beta', 'gap_scale', 'lora_rank', 'lora_alpha', 'batch_size', 'gradient_accumulation', 'epochs', 'log_interval', 'save_interval', 'max_bad_steps'):
+    for name in ('beta', 'gap_scale', 'lora_rank', 'lora_alpha', 'batch_size', 'gradient_accumulation', 'epochs', 'log_interval', 'save_interval',
+                 'max_bad_steps'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
-    for name in ('stop_weight', 'learning_rate', 'stop_lr', 'max_steps', 'warmup_steps', 'weight_decay', 'grad_clip', 'eval_interval', 'keep_checkpoints', 'lora_last_n_layers', 'seed'):
+    for name in ('stop_weight', 'learning_rate', 'stop_lr', 'max_steps', 'warmup_steps', 'weight_decay', 'grad_clip', 'eval_interval',
+                 'keep_checkpoints', 'lora_last_n_layers', 'seed'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
     rule(gap_largest >= 1, f'gap_largest must be at least 1, got {gap_largest}')
     rule(learning_rate > 0 or stop_lr > 0, 'learning_rate and stop_lr are both 0: nothing would be trained')
@@ -79,12 +81,11 @@ def validate():
 validate()
 
 import fcntl, hashlib, pickle, shutil, signal, time
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.numpy import load_file
 
 import lora
 import model as gepard
@@ -102,6 +103,15 @@ def fail(message):
     if dist.is_initialized():
         dist.destroy_process_group()
     sys.exit(2)
+
+
+@contextmanager
+def writing(path):
+    """A full disk in one line; the libraries that write here have errors of their own."""
+    try:
+        yield
+    except Exception as e:
+        fail(f'{path}: not written ({str(e)[:300]})')
 
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
@@ -124,13 +134,15 @@ try:
     compute = {'float32': torch.float32, 'bfloat16': torch.bfloat16}[content['dtype'] if dtype == 'auto' else dtype]
     model, base = gepard.load_checkpoint(gepard.latest_checkpoint(ckpt or content['policy']) or ckpt or content['policy'])
     base_hash = lora.tensors_hash(base)
-    references = {int(k): v for k, v in load_file(os.path.join(run, 'rollouts', 'voices.safetensors')).items()}
+    references = {int(k): v.numpy() for k, v in gepard.read_tensors(os.path.join(run, 'rollouts'), 'voices.safetensors').items()}
     tokens = np.memmap(os.path.join(run, 'rollouts', 'tokens.bin'), '<u2', 'r').reshape(-1, 8)
+    cfg, pairs, p_floor = model.cfg, content['pairs'], content['p_floor']
 except BlockingIOError:
     fail(f'another run is writing to {train_dir}')
-except (OSError, ValueError, KeyError) as e:
+except KeyError as e:
+    fail(f'{run}/pairs.json has no {e}: make it anew with dpo_score.py')
+except (OSError, ValueError) as e:
     fail(e)
-cfg, pairs, p_floor = model.cfg, content['pairs'], content['p_floor']
 if base_hash != content['policy_hash']:
     fail(f'{base} is not the policy that made the pairs: its weights differ from those of {content["policy"]}')
 for key in ('special_tokens', 'text_repetition', 'codec'):
@@ -158,7 +170,7 @@ try:
 except (OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError) as e:
     fail(f'{newest}: cannot go on from it ({e}); without that folder the run goes on from the one before' if newest else e)
 model.stop_head.requires_grad_(stop_lr > 0)
-for p in model.parameters():                                            # as the reference was made: frozen weights in its dtype; what is trained stays float32
+for p in model.parameters():                    # as the reference was made: frozen weights in its dtype; what is trained stays float32
     if not p.requires_grad:
         p.data = p.data.to(compute)
 model.to(device)
@@ -172,8 +184,8 @@ if state:
 
 # ---- pairs and schedule
 
-watched = lambda p: int.from_bytes(hashlib.sha256(p['prompt'].encode()).digest()[:4], 'little') / 2 ** 32 < hold_out    # by prompt: no text on both sides
-train, held = [p for p in pairs if not watched(p)], [p for p in pairs if watched(p)]
+watched = lambda p: int.from_bytes(hashlib.sha256(p['prompt'].encode()).digest()[:4], 'little') / 2 ** 32 < hold_out
+train, held = [p for p in pairs if not watched(p)], [p for p in pairs if watched(p)]       # by prompt: no text on both sides
 if not train:
     fail(f'all {len(pairs)} pairs are held out: lower hold_out')
 weights = gepard.gap_weights(torch.tensor([p['gap'] for p in train]), pair_weights, gap_scale, gap_largest)
@@ -186,7 +198,8 @@ steps_per_epoch = max(1, len(train) // per_step)
 total_steps = min(max_steps or 10 ** 9, epochs * steps_per_epoch)
 warmup = min(warmup_steps, total_steps // 10)
 say(f'{len(pairs):,} pairs, {len(train):,} to train on, {len(held):,} held out ({hold_out:.0%} of the prompts)')
-say(f'{batch_size} pairs x {gradient_accumulation} micro-batches x {world} ranks = {min(per_step, len(train))} pairs a step, {steps_per_epoch} steps an epoch, {total_steps} in all, warmup {warmup}')
+say(f'{batch_size} pairs x {gradient_accumulation} micro-batches x {world} ranks = {min(per_step, len(train))} pairs a step, '
+    f'{steps_per_epoch} steps an epoch, {total_steps} in all, warmup {warmup}')
 for g in groups:
     say(f"parameters: {g['name']:9s} {sum(p.numel() for p in g['params']) / 1e6:8.3f}M  lr {g['base_lr']:.1e}")
 say(f"of {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M; {device}, {str(compute).removeprefix('torch.')} compute, p_floor {p_floor}, reference {base}")
@@ -198,27 +211,27 @@ def plan(step):
     return np.random.default_rng([seed, epoch]).permutation(len(train))[n * per_step:(n + 1) * per_step]
 
 
+LOGGED = ('loss', 'accuracy', 'margin', 'chosen', 'rejected', 'chosen_drift', 'rejected_drift', 'stop_chosen', 'stop_rejected')
+
 def both_sides(batch):
-    """Pairs -> chosen and rejected (policy, reference) log-probs, all in one packed forward. Dict of [pairs]."""
+    """Pairs -> what is LOGGED of each, in order: chosen and rejected in one packed forward; log-probs a frame, drift: from the reference."""
     sides = [(p, p[k]) for k in ('chosen', 'rejected') for p in batch]
-    rows = [{'text': p['tokens'], 'codes': np.array(tokens[s['start']:s['start'] + int(s['frames'])])} | ({'prefix': prefixes[p['voice']].cpu()} if prefixes else {}) for p, s in sides]
+    rows = [{'text': p['tokens'], 'codes': np.array(tokens[s['start']:s['start'] + int(s['frames'])])}
+            | ({'prefix': prefixes[p['voice']].cpu()} if prefixes else {}) for p, s in sides]
     packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in gepard.pack(rows, cfg).items()}
     with cast:
         out = model(packed)
     code, stop, frames = gepard.trajectory_logprob(out, packed, torch.tensor([s['truncated'] for _, s in sides], device=device), p_floor)
     ref_code, ref_stop = (torch.tensor([s[k] for _, s in sides], device=device) for k in ('ref_tokens', 'ref_stop'))
     pi, ref = (gepard.combine(a, b, frames, stop_weight, length_normalize) for a, b in ((code, stop), (ref_code, ref_stop)))
-    names = ('chosen', 'rejected')
-    return {k: v for name, i in zip(names, (slice(len(batch)), slice(len(batch), None))) for k, v in (
-        (name, pi[i]), (f'ref_{name}', ref[i]), (f'stop_{name}', (stop / frames)[i]))}
+    (chosen, rejected), (ref_chosen, ref_rejected), (stop_chosen, stop_rejected) = (x.chunk(2) for x in (pi, ref, stop / frames))
+    _, margin = gepard.dpo_loss(chosen, rejected, ref_chosen, ref_rejected, beta)
+    return dict(zip(LOGGED, (-torch.nn.functional.logsigmoid(margin), margin > 0, margin, chosen, rejected, chosen - ref_chosen, rejected - ref_rejected,
+                             stop_chosen, stop_rejected)))
 
 
-LOGGED = ('loss', 'accuracy', 'margin', 'chosen', 'rejected', 'chosen_drift', 'rejected_drift', 'stop_chosen', 'stop_rejected')
-
-def summary(r, margin, loss):
-    """What is logged of a batch: sums over its pairs, in the order of LOGGED."""
-    parts = (loss, margin > 0, margin, r['chosen'], r['rejected'], r['chosen'] - r['ref_chosen'], r['rejected'] - r['ref_rejected'], r['stop_chosen'], r['stop_rejected'])
-    return torch.stack([x.detach().double().sum() for x in parts])
+def totals(r):
+    return torch.stack([x.detach().double().sum() for x in r.values()])
 
 
 @torch.no_grad()
@@ -227,9 +240,7 @@ def evaluate():
     model.eval()
     sums = torch.zeros(len(LOGGED), dtype=torch.float64, device=device)
     for n in range(rank * batch_size, len(held), world * batch_size):
-        r = both_sides(held[n:n + batch_size])
-        _, margin = gepard.dpo_loss(r['chosen'], r['rejected'], r['ref_chosen'], r['ref_rejected'], beta)
-        sums += summary(r, margin, -torch.nn.functional.logsigmoid(margin))
+        sums += totals(both_sides(held[n:n + batch_size]))
     if ddp:
         dist.all_reduce(sums)
     model.train()
@@ -247,8 +258,9 @@ def save():
     path = os.path.join(train_dir, f'checkpoint-{step}')
     if rank == 0 and path != gepard.latest_checkpoint(train_dir, file='adapter.safetensors'):
         shutil.rmtree(path, ignore_errors=True)                         # of that name and not whole: not ours
-        lora.save_adapter(path, lora.adapter_state(model), adapter | {'step': step}, content['policy'], base_hash,
-                          lambda folder: torch.save({'optimizer': optimizer.state_dict(), 'step': step}, os.path.join(folder, 'resume.pt')))
+        with writing(path):
+            lora.save_adapter(path, lora.adapter_state(model), adapter | {'step': step}, content['policy'], base_hash,
+                              lambda folder: torch.save({'optimizer': optimizer.state_dict(), 'step': step}, os.path.join(folder, 'resume.pt')))
         for _, old in gepard.checkpoints(train_dir, file='adapter.safetensors')[:-keep_checkpoints] if keep_checkpoints else []:
             shutil.rmtree(old)
         say(f'saved {path}')
@@ -262,8 +274,8 @@ def curves():
     import matplotlib.pyplot as plt
     log = [json.loads(line) for line in open(metrics_path, encoding='utf-8')]
     fig, axes = plt.subplots(2, 3, figsize=(15, 7))
-    for ax, keys in zip(axes.flat, (('loss', 'held_loss'), ('accuracy', 'held_accuracy'), ('margin', 'held_margin'), ('chosen_drift', 'rejected_drift', 'held_drift'),
-                                    ('stop_chosen', 'stop_rejected'), ('grad_norm',))):
+    for ax, keys in zip(axes.flat, (('loss', 'held_loss'), ('accuracy', 'held_accuracy'), ('margin', 'held_margin'),
+                                    ('chosen_drift', 'rejected_drift', 'held_drift'), ('stop_chosen', 'stop_rejected'), ('grad_norm',))):
         for key in keys:
             points = [(r['step'], r[key]) for r in log if key in r]
             if points:
@@ -285,23 +297,25 @@ if rank == 0:                                                           # drop w
             kept += [line] if json.loads(line)['step'] <= step else []
         except (ValueError, KeyError):
             pass
-    with open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
+    with writing(metrics_path), open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
         f.writelines(kept if step else [])
     os.replace(metrics_path + '.tmp', metrics_path)
 
 
 def record(values):
     if rank == 0:
-        with open(metrics_path, 'a', encoding='utf-8') as f:
+        with writing(metrics_path), open(metrics_path, 'a', encoding='utf-8') as f:
             f.write(json.dumps({'step': step, **values}) + '\n')
 
 
 def warn(values):
     """What usually goes wrong, in words."""
     if values['chosen_drift'] < -0.05 and values['rejected_drift'] < -0.05:
-        say(f"  warning: chosen falls with rejected ({values['chosen_drift']:+.3f}, {values['rejected_drift']:+.3f} a frame): the policy leaves both; lower learning_rate or raise beta")
-    if step <= max(warmup, log_interval) and values['accuracy'] == 1:
-        say('  warning: accuracy is 1.0 from the start: chosen and rejected differ in something trivial (look at the pairs), or the learning rate is far too high')
+        say(f"  warning: chosen falls with rejected ({values['chosen_drift']:+.3f}, {values['rejected_drift']:+.3f} a frame): the policy leaves both; "
+            'lower learning_rate or raise beta')
+    if step <= max(warmup, 2 * log_interval) and values['accuracy'] == 1:       # never in the first lines: at step 0 every margin is 0
+        say('  warning: accuracy is 1.0 from the start: chosen and rejected differ in something trivial (look at the pairs), '
+            'or the learning rate is far too high')
 
 stopping = []
 signal.signal(signal.SIGTERM, lambda *a: stopping.append(1))
@@ -311,16 +325,14 @@ if step == 0:                                                           # nothin
     model.eval()
     with torch.no_grad():
         r = both_sides([train[i] for i in plan(0)[:max(batch_size, 2)]])
-        loss, margin = gepard.dpo_loss(r['chosen'], r['rejected'], r['ref_chosen'], r['ref_rejected'], beta)
     model.train()
-    off = max(float((r[k] - r[f'ref_{k}']).abs().mean()) for k in ('chosen', 'rejected'))
+    loss, off = float(r['loss'].mean()), max(float(r[k].abs().mean()) for k in ('chosen_drift', 'rejected_drift'))
     allowed = (1e-3 if compute == torch.float32 else 0.05) * (1 if length_normalize else 100)      # 16 bits round differently in other batches
-    say(f'step 0: loss {float(loss):.4f} (ln 2 = {math.log(2):.4f}), margin {float(margin.mean()):+.4f}, log-probs {off:.1e} from the reference')
-    if not off <= allowed or not abs(float(loss) - math.log(2)) <= beta * allowed:
+    say(f"step 0: loss {loss:.4f} (ln 2 = {math.log(2):.4f}), margin {float(r['margin'].mean()):+.4f}, log-probs {off:.1e} from the reference")
+    if not off <= allowed or not abs(loss - math.log(2)) <= beta * allowed:
         fail(f'at step 0 the policy differs from the reference by {off:.3g} (at most {allowed:g}): pairs.json is not of this policy or layout')
 if eval_interval and held and step == 0:
-    r = evaluate()
-    record(r)
+    record(evaluate())
 while step < total_steps:
     numbers = plan(step)
     all_weight = float(weights[numbers].sum())
@@ -333,10 +345,8 @@ while step < total_steps:
         own = numbers[start:start + batch_size]
         torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + m)    # dropout: the same for any number of ranks, and after a resume
         r = both_sides([train[i] for i in own])
-        _, margin = gepard.dpo_loss(r['chosen'], r['rejected'], r['ref_chosen'], r['ref_rejected'], beta)
-        losses = -torch.nn.functional.logsigmoid(margin)
-        ((losses * weights[own].to(device)).sum() / all_weight).backward()
-        sums += summary(r, margin, losses)
+        ((r['loss'] * weights[own].to(device)).sum() / all_weight).backward()
+        sums += totals(r)
     for p in trained.values():
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
         if ddp:
@@ -360,19 +370,20 @@ while step < total_steps:
     if ddp:
         dist.all_reduce(stop_now)
     if step % log_interval == 0 or step == total_steps:
-        values = dict(zip(LOGGED, torch.stack(window).mean(0).tolist()))
-        eta = (total_steps - step) * (time.time() - clock) / len(window)
-        values |= {'grad_norm': norm, 'lr': optimizer.param_groups[0]['lr'], 'pairs_per_s': len(window) * len(numbers) / (time.time() - clock)}
-        record({k: v for k, v in values.items() if k != 'pairs_per_s'})
-        say(f"step {step}/{total_steps} loss {values['loss']:.4f} accuracy {values['accuracy']:.2f} margin {values['margin']:+.3f} | a frame: chosen {values['chosen']:.3f} "
-            f"({values['chosen_drift']:+.3f}) rejected {values['rejected']:.3f} ({values['rejected_drift']:+.3f}) stop {values['stop_chosen']:.4f} {values['stop_rejected']:.4f} | "
-            f"norm {norm:.2f} lr {values['lr']:.1e}, {values['pairs_per_s']:.1f} pairs/s, ETA {int(eta) // 3600}:{int(eta) // 60 % 60:02d}:{int(eta) % 60:02d}")
-        warn(values)
+        v = dict(zip(LOGGED, torch.stack(window).mean(0).tolist()))
+        v |= {'grad_norm': norm, 'lr': optimizer.param_groups[0]['lr']}
+        record(v)
+        seconds = time.time() - clock
+        eta = int((total_steps - step) * seconds / len(window))
+        say(f"step {step}/{total_steps} loss {v['loss']:.4f} accuracy {v['accuracy']:.2f} margin {v['margin']:+.3f} | a frame: chosen {v['chosen']:.3f} "
+            f"({v['chosen_drift']:+.3f}) rejected {v['rejected']:.3f} ({v['rejected_drift']:+.3f}) stop {v['stop_chosen']:.4f} {v['stop_rejected']:.4f} | "
+            f"norm {norm:.2f} lr {v['lr']:.1e}, {len(window) * len(numbers) / seconds:.1f} pairs/s, ETA {eta // 3600}:{eta // 60 % 60:02d}:{eta % 60:02d}")
+        warn(v)
         window, clock = [], time.time()
     if eval_interval and held and (step % eval_interval == 0 or step == total_steps):
         r = evaluate()
         record(r)
-        say(f"step {step}, held out: " + ', '.join(f"{k.removeprefix('held_')} {r[k]:.3f}" for k in ('held_loss', 'held_accuracy', 'held_margin', 'held_drift')))
+        say(f'step {step}, held out: ' + ', '.join(f"{k} {r[f'held_{k}']:.3f}" for k in ('loss', 'accuracy', 'margin', 'drift')))
     if step % save_interval == 0 or step == total_steps or stop_now:
         save()
     if stop_now:
@@ -382,15 +393,18 @@ while step < total_steps:
 # ---- the end: an ordinary checkpoint, in the base's dtype
 
 if step >= total_steps and rank == 0:
-    curves()
     weights_dtype = getattr(torch, gepard.read_json(os.path.join(base, 'gepard_config.json')).get('model_dtype') or 'float32')
     policy, _ = gepard.load_checkpoint(base)
     merged = lora.fold_state(policy.state_dict(), lora.adapter_state(model), adapter)
     path = os.path.join(base, 'training_metadata.json')
     before = gepard.read_json(path) if os.path.exists(path) else {}
-    gepard.save_checkpoint(merged_dir, {k: v.to(weights_dtype) for k, v in merged.items()}, cfg, base, {
-        'stage': 'dpo', 'step': step, 'parent': content['policy'], 'parent_kind': 'folder' if os.path.isdir(content['policy']) else 'hub', 'parent_hash': base_hash, 'config': config, 'pairs': len(train), 'counts': content['counts'],
-        'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'history': before.pop('history', []) + [before] * bool(before)})
+    metadata = {'stage': 'dpo', 'step': step, 'parent': content['policy'], 'parent_kind': 'folder' if os.path.isdir(content['policy']) else 'hub',
+                'parent_hash': base_hash, 'config': config, 'pairs': len(train), 'counts': content['counts'],
+                'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__},
+                'history': before.pop('history', []) + [before] * bool(before)}
+    with writing(merged_dir):
+        curves()
+        gepard.save_checkpoint(merged_dir, {k: v.to(weights_dtype) for k, v in merged.items()}, cfg, base, metadata)
     say(f'{merged_dir}: the merged checkpoint')
 if ddp:
     dist.barrier()

@@ -3,7 +3,7 @@ dpo_train.py as a user runs it, on pairs from the rollouts of a small random che
 
     pytest tests/test_dpo_train.py
 """
-import json, math, os, shutil, signal, subprocess, sys, time
+import json, math, os, resource, shutil, signal, subprocess, sys, time
 
 import numpy as np
 import pytest
@@ -28,13 +28,15 @@ def pretend_heard(folder, **changed):
                 {'transcript': g['text'] if k == 0 else 'mumble', 'level': -20.0, 'heard': True, 'similarity': None} for k in range(len(g['frames']))]}) + '\n')
 
 
-def script(name, place, round_name, *flags, ranks=0, code=0, popen=False):
+def script(name, place, round_name, *flags, ranks=0, code=0, popen=False, disk=None):
+    """disk: bytes that a file may have, as if there were no room for more."""
     launch = [sys.executable] if not ranks else [sys.executable, '-m', 'torch.distributed.run', '--standalone', f'--nproc_per_node={ranks}']
     command = [*launch, os.path.join(ROOT, name), f'--out_dir={place}/out', f'--run_name={round_name}', *flags]
     env = os.environ | {'OMP_NUM_THREADS': '1'}
     if popen:
         return subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    r = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env)
+    r = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env,
+                       preexec_fn=disk and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))))
     assert r.returncode == code, r.stdout[-3000:] + r.stderr[-3000:]
     return r.stdout + r.stderr
 
@@ -86,6 +88,8 @@ def test_training(trained):
     r = log(place, 'whole')
     last = max(r)
     assert r[1]['loss'] == pytest.approx(math.log(2), abs=0.02) and r[last]['loss'] < 0.6 and r[last]['accuracy'] > 0.8 and r[last]['margin'] > 0.2
+    assert {'accuracy', 'margin', 'chosen', 'rejected', 'chosen_drift', 'rejected_drift', 'stop_chosen', 'stop_rejected'} <= r[last].keys()
+    assert [n for n, _ in M.checkpoints(f'{place}/out/whole/train', file='adapter.safetensors')] == list(range(2, last + 1, 2))        # every save_interval
     held = [x for x in map(json.loads, open(f'{place}/out/whole/train/metrics.jsonl')) if 'held_loss' in x]
     assert held[0]['step'] == 0 and held[0]['held_loss'] == pytest.approx(math.log(2), abs=1e-4) and held[0]['held_drift'] == pytest.approx(0, abs=1e-5) and abs(held[-1]['held_drift']) > 1e-4
     for word in ('held out (30% of the prompts)', 'steps an epoch', 'lr 3.0e-03', 'stop head', 'ETA', 'merged: the merged checkpoint'):
@@ -116,7 +120,7 @@ def test_two_ranks(trained):
 
 
 def test_kills(trained):
-    """kill -9 once there is a checkpoint, again, and on to the end: the same bits and the same log."""
+    """kill -9 once there is a checkpoint, SIGTERM (which saves) after the next, and on to the end: the same bits and the same log."""
     place, _ = trained
     folder, rng = f'{place}/out/killed-training/train', np.random.default_rng(1)
     for n in range(2):
@@ -124,8 +128,8 @@ def test_kills(trained):
         while p.poll() is None and time.time() - begun < 120 and len(M.checkpoints(folder, file='adapter.safetensors')) <= n:
             time.sleep(0.01)
         time.sleep(rng.uniform(0, 0.2))
-        p.send_signal(signal.SIGKILL)
-        p.wait()
+        p.send_signal((signal.SIGKILL, signal.SIGTERM)[n])
+        assert p.wait() in ((-signal.SIGKILL, 0), (0,))[n]
     open(f'{folder}/metrics.jsonl', 'a').write('{"step": 9')
     if not os.path.exists(f'{place}/out/killed-training/merged'):
         assert 'resumed' in script('dpo_train.py', place, 'killed-training', *FLAGS)
@@ -133,6 +137,30 @@ def test_kills(trained):
     a, b = adapters(place, 'whole', last), adapters(place, 'killed-training', last)
     assert all(torch.equal(a[k], b[k]) for k in a) and log(place, 'killed-training') == log(place, 'whole')
     assert open(f'{place}/out/killed-training/merged/model.safetensors', 'rb').read() == open(f'{place}/out/whole/merged/model.safetensors', 'rb').read()
+
+
+def test_warnings(trained):
+    """When chosen and rejected fall together; when every pair is right as soon as the policy has moved at all (a copy of the run on all pairs at once)."""
+    place, text = trained
+    fell = [r['chosen_drift'] < -0.05 and r['rejected_drift'] < -0.05 for r in log(place, 'whole').values()]
+    assert text.count('warning: chosen falls with rejected') == sum(fell) and 0 < sum(fell) < len(fell)
+    assert 'accuracy is 1.0' not in text                                    # it is, but not from the start
+    shutil.copytree(f'{place}/out/other', f'{place}/out/warm')
+    text = script('dpo_train.py', place, 'warm', *FLAGS, '--learning_rate=1e-3', '--batch_size=8', '--log_interval=5', '--max_steps=10', '--epochs=10')
+    assert 'warning: accuracy is 1.0 from the start' in text, text
+
+
+def test_full_disk(trained):
+    """One line; once there is room the run goes on to the same end."""
+    place, _ = trained
+    shutil.copytree(f'{place}/out/other', f'{place}/out/full')
+    size = os.path.getsize(f'{place}/out/whole/train/checkpoint-2/adapter.safetensors')
+    assert os.path.getsize(f'{place}/out/whole/train/curves.png') > 2 * size
+    for disk, file in ((100, 'train/metrics.jsonl'), (size - 1, 'train/checkpoint-2'), (size + 1, 'train/checkpoint-2'), (2 * size + 20000, 'merged')):
+        text = script('dpo_train.py', place, 'full', *FLAGS, code=2, disk=disk)
+        assert text.rstrip().splitlines()[-1].startswith(f'dpo_train.py: {place}/out/full/{file}: not written (') and 'Traceback' not in text, text
+    script('dpo_train.py', place, 'full', *FLAGS)
+    assert open(f'{place}/out/full/merged/model.safetensors', 'rb').read() == open(f'{place}/out/whole/merged/model.safetensors', 'rb').read()
 
 
 def test_refusals(trained):
@@ -149,6 +177,8 @@ def test_refusals(trained):
     shifted = [p | {'chosen': p['chosen'] | {'ref_tokens': p['chosen']['ref_tokens'] + 1}} for p in content['pairs']]
     refused('at step 0 the policy differs from the reference', pairs=shifted)
     refused('has no pairs', pairs=[])
+    json.dump({k: v for k, v in content.items() if k != 'p_floor'}, open(file, 'w'))
+    assert "pairs.json has no 'p_floor': make it anew with dpo_score.py" in script('dpo_train.py', place, 'other', *FLAGS, code=2)
     refused('all 24 pairs are held out', '--hold_out=0.99999')
     for flags, message in ((['--beta=0'], 'beta must be above 0'), (['--pair_weights=x'], "'linear', 'clip' or 'none'"), (['--learning_rate=0', '--stop_lr=0'], 'nothing would be trained')):
         refused(message, *flags)
