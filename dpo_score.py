@@ -7,7 +7,7 @@ Preference training, second of three: listens to the rollouts of dpo_sample.py, 
     python dpo_score.py config/dpo.py --run_name=test2 --eval --compare=test1      # no pairs: how robust is the checkpoint?
 
 Heard once (facts.jsonl): decode -> energy and duration gate -> Whisper -> speaker similarity, a few groups at a time; a kill loses those
-in flight. Then rewards (scores.jsonl, a line a group) and pairs.json: tokens' places, rewards, and the frozen policy's log-probs with
+in flight. Then rewards (scores.jsonl, a line a rollout) and pairs.json: tokens' places, rewards, and the frozen policy's log-probs with
 its hash. --eval writes report.json and report.png instead: rates of clean, timeout (cut at the frame cap), runaway (longer than
 plausible), empty (nothing heard), wrong (WER or shorter than plausible), by text length, voice and language.
 """
