@@ -626,6 +626,7 @@ def print_table(meta):
 # ---- the script. Under this guard since other scripts import from this file, and so do the worker processes
 
 if __name__ == '__main__':
+    sys.stdout.reconfigure(errors='backslashreplace')       # a text in letters that the terminal lacks must not end the run
     from configurator import configure
     config = configure(globals())
     def disk_fault(kind, e, trace):

@@ -51,6 +51,14 @@ def prepare(out, sources, *flags):
         sys.argv, sys.excepthook = old, hook
     return Corpus(str(out))
 
+def script_with_fake_codec(folder):
+    """For a run in a process of its own: the script in a folder with the fake codec."""
+    os.mkdir(folder)
+    (folder / 'codec.py').write_text(FAKE)
+    for name in ('prepare.py', 'configurator.py'):
+        shutil.copy(os.path.join(ROOT, name), folder)
+    return str(folder / 'prepare.py')
+
 def tone(samples, rate=22050, hz=220.0, level=0.3):
     return (level * np.sin(2 * np.pi * hz * np.arange(samples) / rate)).astype(np.float32)
 
@@ -467,13 +475,9 @@ def test_same_bytes_in_any_way_it_is_run(tmp_path, fake):
     assert files(prepare(tmp_path / 'two', (source,), '--unit_rows=7', '--batch_seconds=0.5').path) == one
     # in a process of its own, as a user runs it, with workers; killed in the midst of it, twice, and run again
     flags = [f'--out_dir={tmp_path}/three', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False', '--check_rows=0', '--unit_rows=4', '--num_workers=2']
-    (tmp_path / 'bin').mkdir()
-    (tmp_path / 'bin/codec.py').write_text(FAKE)
-    for name in ('prepare.py', 'configurator.py'):
-        shutil.copy(os.path.join(ROOT, name), tmp_path / 'bin')
-    done = []
+    script, done = script_with_fake_codec(tmp_path / 'bin'), []
     for kill_at in ('3', '4', ''):
-        run = subprocess.run([sys.executable, str(tmp_path / 'bin/prepare.py'), *flags], env={**os.environ, 'KILL_AT': kill_at}, capture_output=True, text=True, timeout=60)
+        run = subprocess.run([sys.executable, script, *flags], env={**os.environ, 'KILL_AT': kill_at}, capture_output=True, text=True, timeout=60)
         assert run.returncode == (-signal.SIGKILL if kill_at else 0), run.stderr
         if kill_at:
             assert not os.path.exists(tmp_path / 'three')
@@ -528,11 +532,7 @@ def test_a_full_disk_is_one_line_and_loses_nothing(tmp_path, fake):
     """A file-size limit stands for the disk: reached by a unit, and by the corpus when the units are done."""
     source = speech(tmp_path / 'in', n=30)
     want = files(prepare(tmp_path / 'want', (source,)).path)
-    (tmp_path / 'bin').mkdir()
-    (tmp_path / 'bin/codec.py').write_text(FAKE)
-    for name in ('prepare.py', 'configurator.py'):
-        shutil.copy(os.path.join(ROOT, name), tmp_path / 'bin')
-    argv = [sys.executable, str(tmp_path / 'bin/prepare.py'), f'--out_dir={tmp_path}/out', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}',
+    argv = [sys.executable, script_with_fake_codec(tmp_path / 'bin'), f'--out_dir={tmp_path}/out', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}',
             '--picture=False', '--check_rows=0', '--unit_rows=2']
     whole = len(want['codes.bin'])
     for limit, done in ((2000, range(1, 15)), (whole - 1000, (15,)), (1 << 30, ())):
@@ -628,6 +628,14 @@ def test_real_codec(tmp_path):
 def test_help_is_the_config_block(capsys, tmp_path):
     prepare_help = subprocess.run([sys.executable, SCRIPT, '--help'], capture_output=True, text=True).stdout
     assert 'val_share = 0.01' in prepare_help and 'language_tag' in prepare_help and 'class Corpus' not in prepare_help
+
+def test_a_terminal_without_the_letters(tmp_path, fake):
+    source = ({**speech(tmp_path / 'in'), 'name': 'na\u00efve'},)
+    (tmp_path / 'in/table.csv').write_text('audio,text\n0.wav,\u05e9\u05dc\u05d5\u05dd\n', encoding='utf-8')
+    argv = [f'--out_dir={tmp_path}/out', f'--sources={source!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False']
+    run = subprocess.run([sys.executable, script_with_fake_codec(tmp_path / 'bin'), *argv], capture_output=True, env={**os.environ, 'PYTHONIOENCODING': 'ascii'})
+    assert not run.returncode and b'check-0.wav should say: \\u05e9' in run.stdout, run.stderr
+    assert len(Corpus(f'{tmp_path}/out')) == 1
 
 def test_a_link_to_another_disk_stays_one(tmp_path, fake):
     source = speech(tmp_path / 'in')

@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from test_prepare import FAKE, ROOT, TOKENIZER, fake, files, prepare, speech, write      # noqa: F401
+from test_prepare import FAKE, TOKENIZER, fake, files, prepare, script_with_fake_codec, speech, write      # noqa: F401
 from test_prepare_arrow import tokens
 
 @pytest.fixture
@@ -14,10 +14,7 @@ def mixed(tmp_path):
     audio = speech(tmp_path / 'in', n=30)
     pq.write_table(pa.table(tokens(100)[0]), tmp_path / 'tokens.parquet', row_group_size=9)
     os.remove(tmp_path / 'in/3.wav')
-    os.mkdir(tmp_path / 'bin')
-    write(tmp_path / 'bin/codec.py', FAKE)
-    for name in ('prepare.py', 'configurator.py'):
-        shutil.copy(os.path.join(ROOT, name), tmp_path / 'bin')
+    script_with_fake_codec(tmp_path / 'bin')
     return audio, {'name': 't', 'path': str(tmp_path / 'tokens.parquet')}
 
 def command(tmp_path, sources, *flags):
