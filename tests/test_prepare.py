@@ -1,5 +1,5 @@
 """pytest tests/test_prepare.py          seconds on CPU; a fake codec of a few lines, the real offline codec in the last test"""
-import contextlib, csv, fcntl, io, json, os, resource, runpy, shutil, signal, subprocess, sys, types
+import contextlib, csv, fcntl, io, json, os, resource, runpy, shutil, signal, subprocess, sys, time, types
 
 import numpy as np
 import pytest
@@ -486,6 +486,24 @@ def test_same_bytes_in_any_way_it_is_run(tmp_path, fake):
                 write(tmp_path / 'three.building/unit-4-000005.npz.tmp', b'half a unit')
     assert done == [2, 5] and '8 units of 4 rows, 5 of them done before' in run.stdout
     assert files(tmp_path / 'three') == one
+
+def test_audio_is_read_while_the_codec_encodes(tmp_path, fake, monkeypatch):
+    """Whoever encodes a unit waits here for a clip of the next one to be opened: without reading ahead it would wait for nothing."""
+    source, opened, ahead = speech(tmp_path / 'in'), [], []
+    real, encode = soundfile.SoundFile.__init__, sys.modules['codec'].NanoCodec.encode
+    def watched(self, file, *a, **k):
+        opened.append(file)
+        real(self, file, *a, **k)
+    def slow(self, clips):
+        begin = time.time()
+        while len(opened) <= 4 * (len(ahead) + 1) and len(ahead) < 2 and time.time() - begin < 5:
+            time.sleep(0.01)
+        ahead.append(len(opened) > 4 * (len(ahead) + 1))
+        return encode(self, clips)
+    monkeypatch.setattr(soundfile.SoundFile, '__init__', watched)
+    monkeypatch.setattr(sys.modules['codec'].NanoCodec, 'encode', slow)
+    prepare(tmp_path / 'out', (source,), '--unit_rows=4')
+    assert ahead == [True, True, False] and len(opened) == 12
 
 def test_killed_at_any_write_it_goes_on(tmp_path, fake, monkeypatch):
     """Every write to the disk, every rename and the last removal, in turn, is where it dies. In out_dir is the old corpus, none, or the new one, never a part of one."""

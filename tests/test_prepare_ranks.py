@@ -22,7 +22,8 @@ def command(tmp_path, sources, *flags):
             '--val_share=0.2', '--picture=False', '--check_rows=0', *flags]
 
 def test_ranks_share_the_work(tmp_path, fake, mixed):
-    """Two ranks give the bytes of one; a rank that dies takes the run along, and the next one goes on. Then there is nothing to do, for all."""
+    """Two ranks give the bytes of one, and each unit is encoded by one of them; a rank that dies takes the run along, and the next one goes on.
+    Then there is nothing to do, for all."""
     one = files(prepare(tmp_path / 'one', mixed, '--val_share=0.2').path)
     argv = command(tmp_path, mixed, '--unit_rows=2', '--num_workers=1')
     env = {**os.environ, 'OMP_NUM_THREADS': '1'}
@@ -30,6 +31,10 @@ def test_ranks_share_the_work(tmp_path, fake, mixed):
     assert subprocess.run(torchrun, env={**env, 'KILL_AT': '2'}, capture_output=True, timeout=120).returncode and not os.path.exists(tmp_path / 'out')
     done = len([f for f in os.listdir(tmp_path / 'out.building') if f.endswith('.npz')])
     assert 1 <= done < 19
+    audio = 15 - len([f for f in os.listdir(tmp_path / 'out.building') if f.endswith('.npz') and int(f[-10:-4]) < 15])      # units that wait for the codec
+    log = 'NanoCodec.calls += 1; __import__("time").sleep(0.3); open(os.environ["OUT"] + os.environ["RANK"], "a").write("x")'
+    write(tmp_path / 'bin/codec.py', FAKE.replace('NanoCodec.calls += 1', log))
+    env['OUT'] = str(tmp_path / 'encoded')
     def run():                          # what torchrun starts, without torchrun: one import of torch less
         with socket.create_server(('127.0.0.1', 0)) as s:
             port = str(s.getsockname()[1])
@@ -41,6 +46,8 @@ def test_ranks_share_the_work(tmp_path, fake, mixed):
     said, other = run()
     assert f'19 units of 2 rows, {done} of them done before' in said and not other
     assert files(tmp_path / 'out') == one
+    by = [len((tmp_path / f'encoded{rank}').read_text()) for rank in range(2)]
+    assert min(by) >= 2 and sum(by) == audio, by        # none waits for the other, none does the other's
     said, other = run()
     assert 'nothing to do' in said and not other
 
