@@ -13,7 +13,7 @@ position alone (prefix row, text token, frame number): decoding, prompts in chun
 and a preempted request goes on exactly. All but the transformer is model.py's own code, noise included: a seed gives the same
 frames here and there (in float32). Left out: text guidance, top_k, repetition penalty.
 
-What plugs into vLLM are hooks of its V2 model runner, no stable interface: written for 0.26.0, the names compared with 0.33.0's sources.
+What plugs into vLLM are hooks of its V2 model runner, no stable interface: written for 0.26.0; with 0.33.0's code it builds and loads.
 """
 import collections, dataclasses, itertools, os, queue, struct, threading, types
 
@@ -111,6 +111,7 @@ class Engine:
     """vLLM in this process, used as model.Decoder is: `run` takes any number of jobs and yields (number, result) as they end."""
     def __init__(self, name, slots, length, dtype='bfloat16', temperature=0.4, stop_threshold=0.5, **more):
         os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] = '0'  # a process of its own would start this script again, or need a guard in it
+        os.environ.setdefault('VLLM_PLUGINS', 'gepard')     # NeMo brings a plugin that imports much of it and may fail
         register()
         import vllm
         self.cfg, folder = read_config(name)
@@ -291,8 +292,7 @@ class Requests:
         self.source = torch.zeros(self.max_num_tokens, dtype=torch.int32, device=device)
         self.vectors = torch.zeros(self.max_num_tokens, cfg.hidden_size, dtype=self.dtype, device=device)
         self.live, self.kept, self.voices, self.resumed = {}, collections.OrderedDict(), collections.OrderedDict(), 0
-        self.side = (vllm_config.additional_config or {}).get('side')
-        model.state = self
+        self.side, model.state = (vllm_config.additional_config or {}).get('side'), self
         if self.table.is_cuda:                              # compiled now, not in the first request
             few = torch.zeros(2, dtype=torch.int32, device=device)
             locate[(1,)](few, few, few.long(), self.table, self.source, ROOM=self.room, P=cfg.num_queries, FIELDS=FIELDS, BLOCK=128, num_warps=1)

@@ -360,7 +360,7 @@ if __name__ == '__main__':
         os._exit(0)                                                                 # vLLM's threads need no farewell
 
     def start(name, n=0):
-        return name, subprocess.Popen([sys.executable, *sys.argv, f'--part={name}', f'--number={n}'], env=os.environ | {'VLLM_LOGGING_LEVEL': 'WARNING', 'VLLM_NO_USAGE_STATS': '1'}, start_new_session=True)
+        return name, subprocess.Popen([sys.executable, *sys.argv, f'--part={name}', f'--number={n}'], env=os.environ | {'VLLM_LOGGING_LEVEL': 'WARNING', 'VLLM_NO_USAGE_STATS': '1', 'VLLM_PLUGINS': 'gepard'}, start_new_session=True)
 
     def wait(processes):
         end = time.time() + limit
