@@ -396,10 +396,12 @@ if __name__ == '__main__':
     said = time.time()
     if todo:
         with torch.no_grad():
-            make = (lambda codes: codes) if engine == 'vllm' else lambda codes: model.voices([codes])[0] if cfg.num_queries else None      # vLLM makes them by itself
+            # vLLM makes them by itself
+            make = (lambda codes: codes) if engine == 'vllm' else lambda codes: model.voices([codes])[0] if cfg.num_queries else None
             prefixes = {v: make(references.get(v)) for v in sorted({g[3] for g in todo})}
         jobs = ((laid, prefixes[voice], number_of(seed, group, k), cap) for _, laid, _, voice, group, cap in todo for k in range(rollouts))
-        places, longest, cap = min(slots or (512 if device == 'cuda' else 32), len(todo) * rollouts), cfg.num_queries + max(len(g[1]) for g in todo), max(g[5] for g in todo)
+        places = min(slots or (512 if device == 'cuda' else 32), len(todo) * rollouts)
+        longest, cap = cfg.num_queries + max(len(g[1]) for g in todo), max(g[5] for g in todo)
         if engine == 'vllm':
             decoder = vllm_gepard.Engine(base, places, longest + cap, str(compute).removeprefix('torch.'), temperature, stop_threshold)
         else:
