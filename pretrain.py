@@ -39,6 +39,7 @@ P = 16
 K = 3                           # clips a speaker: SupCon needs at least 2
 M = 16                          # rows that train the null prefix
 null_prob = 0.15                # further rows that get the null prefix at random; 0 = none
+text_drop_prob = 0.0            # rows that lose their text: speech without words, what guidance (cfg_scale) starts from, Ho & Salimans 2022; 0 = none
 ref_min_seconds = 3.0           # a reference is a random crop of another clip of the speaker,
 ref_max_seconds = 15.0          # this long where the clip allows
 gradient_accumulation = 2       # micro-batches a step
@@ -96,7 +97,7 @@ def validate():
     for name in ('max_steps', 'warmup_steps', 'eval_interval', 'num_workers', 'grad_clip', 'weight_decay', 'P', 'M', 'num_queries', 'keep_checkpoints',
                  'diversity_weight', 'supcon_weight', 'lr_audio', 'lr_embed', 'lr_ref', 'speak_temperature', 'reg_start', 'seed'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
-    for name in ('null_prob', 'prefix_dropout', 'beta1', 'beta2'):
+    for name in ('null_prob', 'text_drop_prob', 'prefix_dropout', 'beta1', 'beta2'):
         rule(0 <= config[name] < 1, f'{name} must be in [0, 1), got {config[name]}')
     rule(ref_max_seconds >= ref_min_seconds, f'ref_max_seconds {ref_max_seconds} is below ref_min_seconds {ref_min_seconds}')
     rule(not eval_interval or eval_batches > 0, 'eval_batches must be above 0 when eval_interval is')
@@ -274,7 +275,8 @@ def make_batch(numbers, by_speaker, rng, train=True):
         i = number if number >= 0 else ~number
         null = number < 0 or speaker_of[i] < 0
         try:
-            row = {'text': gepard.layout(corpus.text(i).tolist(), cfg.special_tokens), 'codes': corpus.codes(i)}
+            text = [] if train and text_drop_prob and rng.random() < text_drop_prob else corpus.text(i).tolist()
+            row = {'text': gepard.layout(text, cfg.special_tokens), 'codes': corpus.codes(i)}
             if num_queries:
                 row |= {'null': null, 'speaker': -1 if null else speaker_of[i], 'ref': None if null else reference(i, by_speaker, rng),
                         'drop': train and rng.random() < null_prob}

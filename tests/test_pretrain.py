@@ -1,7 +1,7 @@
 """
 pretrain.py as a user runs it, on a small random corpus: exact resume, ranks, kills, refusals.   pytest tests/test_pretrain.py
 """
-import json, os, signal, subprocess, sys, time
+import json, os, shutil, signal, subprocess, sys, time
 
 import numpy as np
 import pytest
@@ -278,6 +278,20 @@ def test_unreadable_row_is_named_and_left_out(corpus, tmp_path):
     assert 'row 7 has code 65535' in text and 'left out' in text
     r = log(out)
     assert sorted(r) == list(range(1, 7)) and all(np.isfinite(x['code']) for x in r.values())
+
+
+def test_rows_that_lose_their_text(corpus, tmp_path):
+    """Two corpora that differ in every text id are one to a run that drops the texts, and two to one that does not."""
+    other = shutil.copytree(corpus, tmp_path / 'other')
+    ids = np.fromfile(other / 'text.bin', '<u4')
+    ((ids + 1) % 256).astype('<u4').tofile(other / 'text.bin')
+    first = {}
+    for drop in (0.0, 0.999):
+        for name, path in (('a', corpus), ('b', other)):
+            out = tmp_path / f'{name}{drop}'
+            run(out, path, '--max_steps=1', f'--text_drop_prob={drop}')
+            first[name, drop] = log(out)[1]['code']
+    assert first['a', 0.999] == first['b', 0.999] and first['a', 0.0] != first['b', 0.0]
 
 
 def test_another_tokenizer_or_a_second_run_is_refused(corpus, tmp_path):
