@@ -46,7 +46,7 @@ demo: $(READY)
 # docs/proof.md: what each part does, on which machine, and the ablations. PY=python3 takes another python
 KOKORO ?=
 # name, checkpoint, guidance of each test run
-TESTS  ?= base out/proof/base 1.0 sft out/proof/sft/merged 1.0 sft_cfg out/proof/sft/merged 3.0 dpo1 out/proof/dpo/round1/merged 1.0 dpo2 out/proof/dpo/round2/merged 1.0
+TESTS  ?= base out/proof/base 1.0 sft out/proof/sft/merged 1.0 sft_cfg out/proof/sft/merged 1.5 dpo1 out/proof/dpo/round1/merged 1.0 dpo2 out/proof/dpo/round2/merged 1.0
 proof: $(READY)
 	for stage in data train rounds test report; do $(MAKE) proof-$$stage || exit; done
 

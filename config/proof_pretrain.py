@@ -17,6 +17,7 @@ prefix_heads = 8
 P, K, M = 32, 3, 32             # SupCon over 32 of some 130 voices
 batch_size = 128                # about 7 minutes of speech
 gradient_accumulation = 1
+text_drop_prob = 0.1            # what guidance starts from: docs/guide.md, Does guidance help?
 epochs = 25
 learning_rate = 1.5e-3
 beta2 = 0.98
