@@ -217,6 +217,8 @@ class GepardForCausalLM(nn.Module):
         super().__init__()
         from vllm.model_executor.models.qwen3_5 import Qwen3_5Model
         from vllm.model_executor.models.utils import maybe_prefix
+        if vllm_config.cache_config.enable_prefix_caching:
+            raise ValueError('enable_prefix_caching must be False: vLLM would take one voice, or one frame, for another')
         self.cfg, self.folder = read_config(vllm_config.model_config.model)
         self.model = Qwen3_5Model(vllm_config=vllm_config, prefix=maybe_prefix(prefix, 'model'))
         self.make_empty_intermediate_tensors = self.model.make_empty_intermediate_tensors
@@ -235,14 +237,9 @@ class GepardForCausalLM(nn.Module):
 
     def load_weights(self, weights):
         from vllm.model_executor.models.utils import AutoWeightsLoader
-        others = {}
-        def transformer():
-            for name, tensor in weights:
-                if name.startswith('model.'):
-                    yield name, tensor
-                else:
-                    others[name] = tensor
-        return AutoWeightsLoader(self).load_weights(transformer()) | self.load_audio(others)
+        weights = dict(weights)
+        transformer = [(name, weights.pop(name)) for name in list(weights) if name.startswith('model.')]
+        return AutoWeightsLoader(self).load_weights(transformer) | self.load_audio(weights)
 
     def load_audio(self, state):
         """The published tensors but the transformer's, strict as in model.load_checkpoint -> names of the parameters filled"""
