@@ -1,6 +1,6 @@
 """The speech of the proof: sentences of 1 to 30 words out of a grammar, said by 56 warps of one packaged voice and by Kokoro's 28 English ones.
 
-    python assets/proof/make_speech.py --kokoro=DIR     # data/proof: 23 hours; a core makes 68 hours an hour of warps, and one of Kokoro
+    python assets/proof/make_speech.py --kokoro=DIR     # data/proof: more than 20 hours; a core makes 90 hours an hour of warps, and about one of Kokoro
     python assets/proof/make_speech.py                  # the warps alone
 
 Written to out_dir: wav/VOICE/*.flac, speech.csv (audio,text,speaker: what is learned), eval.csv (held-out texts, each said by a voice of
@@ -15,7 +15,7 @@ import numpy as np
 # ----------------------------------------------------------------------------
 out_dir = 'data/proof'
 kokoro = ''                 # folder of Kokoro's files; '' = no Kokoro voices
-per_voice = 520             # clips of each of the 48 warps in speech.csv; a clip has 3.1 s
+per_voice = 520             # clips of each of the 48 warps in speech.csv; a clip has 3.0 s
 per_kokoro = 20             # clips of each Kokoro voice, about 3 s of CPU time each; a fast and a slow replay make two voices more of it
 per_bucket = 20             # held-out texts of each length, and as many single words that are not held out
 num_workers = 2             # processes
