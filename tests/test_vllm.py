@@ -14,6 +14,7 @@ import model as M
 from codec import fold
 from test_model import texts_of, tiny_model
 
+pytest.importorskip('triton', reason='needs triton, which openai-whisper brings on Linux only')
 GOLDEN = os.path.join(os.path.dirname(__file__), 'data', 'golden', 'checkpoint')
 INTERPRETED = os.environ.get('TRITON_INTERPRET') == '1'        # must be set before Triton is imported: hence a process of its own
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
