@@ -307,6 +307,14 @@ class Backbone(nn.Module):
         return self.norm(x)
 
 
+def dot_product_attention(q, k, v, mask=None, **options):
+    """torch's, on a CPU always in float32: its 16-bit kernel takes several times as long there, backward."""
+    if q.is_cuda:
+        return F.scaled_dot_product_attention(q, k, v, mask, **options)
+    with torch.autocast('cpu', enabled=False):
+        return F.scaled_dot_product_attention(q.float(), k.float(), v.float(), mask, **options).to(q.dtype)
+
+
 def packed_attention(where, q, k, v):
     """Causal attention inside each packed row. where: row boundaries [rows + 1] int32, length of the longest row at most;
     q [N, heads, head_dim], k and v [N, kv heads, head_dim] -> [N, heads, head_dim]"""
@@ -318,7 +326,7 @@ def packed_attention(where, q, k, v):
     row = torch.repeat_interleave(torch.arange(b, device=q.device), cu_seqlens.diff().long(), output_size=n)
     slot = torch.arange(n, device=q.device) - cu_seqlens[:-1].long()[row]
     q, k, v = (t.new_zeros(b, max_len, *t.shape[1:]).index_put((row, slot), t).transpose(1, 2) for t in (q, k, v))
-    y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)   # [B, heads, max_len, head_dim]
+    y = dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)             # [B, heads, max_len, head_dim]
     return y.transpose(1, 2)[row, slot]
 
 # -----------------------------------------------------------------------------
@@ -334,7 +342,7 @@ class PrefixAttention(nn.Module):
         """x [B, Q, d], memory [B, T, d], mask [B, T] True where real -> [B, Q, d]"""
         q, k, v = (p(t).unflatten(-1, (self.heads, -1)).transpose(1, 2)
                    for p, t in ((self.q_proj, x), (self.k_proj, memory), (self.v_proj, memory)))
-        y = F.scaled_dot_product_attention(q, k, v, None if mask is None else mask[:, None, None])
+        y = dot_product_attention(q, k, v, None if mask is None else mask[:, None, None])
         return self.out_proj(y.transpose(1, 2).flatten(2))
 
 

@@ -74,7 +74,7 @@ resume = True                   # False: refuse to start where checkpoints lie
 wandb_project = ''              # '' = off
 # system
 device = 'auto'                 # 'auto' = cuda where there is one
-dtype = 'auto'                  # compute: 'auto' = bfloat16 on cuda, float32 on cpu; masters are always float32
+dtype = 'auto'                  # compute: 'auto' = bfloat16 where the GPU or CPU multiplies it in hardware, else float32; masters are always float32
 parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit
 recompute = False               # layers run twice instead of keeping their insides: less memory, more time
 compile = True                  # torch.compile by layer, on a GPU only; half a minute or more at the start
@@ -154,7 +154,8 @@ sharded = ddp and parallel == 'fsdp'
 if device == 'auto':
     device = 'cuda' if torch.cuda.is_available() else 'cpu'
 cuda = device == 'cuda'
-compute = {'auto': torch.bfloat16 if cuda else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
+quick = cuda or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+compute = {'auto': torch.bfloat16 if quick else torch.float32, 'float32': torch.float32, 'bfloat16': torch.bfloat16}[dtype]
 if cuda and not torch.cuda.is_available():
     sys.exit(f'pretrain.py: device is cuda, but torch {torch.__version__} sees none')
 if cuda:
@@ -549,7 +550,7 @@ def speak_prompts():
     from codec import save_spectrogram, save_wav
     voice = gepard.Gepard(cfg)                                          # a copy: neither sharded nor compiled
     voice.load_state_dict(weights)
-    voice.to(device, compute).eval()
+    voice.to(device, compute if cuda else torch.float32).eval()
     folder = os.path.join(out_dir, 'samples', f'step-{step}')
     os.makedirs(folder, exist_ok=True)
     prefix = None

@@ -16,7 +16,7 @@ TOKENIZER = os.path.join(ROOT, 'assets', 'tiny', 'tokenizer')
 TINY = ['--init_from=scratch', '--hidden_size=32', '--intermediate_size=64', '--num_hidden_layers=2', '--num_attention_heads=2', '--num_key_value_heads=1',
         '--head_dim=16', '--max_position_embeddings=512', '--audio_embed_dim=4', '--prefix_heads=2', '--batch_size=8', '--P=3', '--K=2', '--M=2',
         '--gradient_accumulation=2', '--warmup_steps=3', '--reg_start=2', '--diversity_ramp=4', '--supcon_ramp=4', '--log_interval=1', '--eval_interval=0',
-        '--num_workers=0', '--device=cpu', '--epochs=40']
+        '--num_workers=0', '--device=cpu', '--dtype=float32', '--epochs=40']
 
 
 def write_corpus(path, speakers=5, clips=6, nulls=5, seed=0, most_frames=90, most_text=12, released=False):
