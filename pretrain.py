@@ -395,8 +395,8 @@ if not sharded:
     model.cfg = cfg
 model.train()
 model.model.recompute = recompute
-# by layer: 14 layers share one graph, for any number of tokens, and ranks can talk between them. The whole step as one graph took more than
-# three minutes to compile and was no faster (66.1 ms and 66.5, H200)
+# by layer: 14 layers share one graph, for any number of tokens, and ranks can talk between them. The whole step as one graph had not
+# compiled after three minutes, and with fixed shapes it was no faster (66.1 ms and 66.5, H200)
 if compile and cuda:
     for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
         part.compile(dynamic=True)

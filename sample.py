@@ -30,7 +30,7 @@ repetition_penalty = 1.0        # 1.0 = off
 seed = 0
 stream = False                  # write audio as it is made, stream_frames at a time (one text)
 stream_frames = 10              # 0.46 s
-compile = False                 # GPU: half a minute of compiling first, then a fraction of the time: for many texts, or to measure speed
+compile = False                 # GPU: a minute of compiling first, then a fraction of the time: for many texts, or to measure speed
 engine = 'torch'                # 'vllm' = vLLM (docs/serving.md; GPU, a minute to start): no top_k, guidance, repetition penalty
 codec = ''                      # '' = the checkpoint's
 device = 'auto'                 # 'auto' = cuda where there is one
