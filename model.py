@@ -12,22 +12,16 @@ sequence of N tokens (see `pack`): no padding, attention never crosses rows, pos
 
 Shape letters: N packed tokens, F frames, B rows, d width, K = 32 channels, L = 8 codes at most in a channel.
 """
-import functools, inspect, itertools, json, math, os, shutil
+import functools, itertools, json, math, os, shutil
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 from torch.utils.checkpoint import checkpoint
 
 from codec import dequantize, unfold
-
-# torch 2.11 and 2.13 spell these differently
-_VARLEN_ARGS = inspect.signature(varlen_attn).parameters
-_CAUSAL = {'window_size': (-1, 0)} if 'window_size' in _VARLEN_ARGS else {'is_causal': True}
-_GQA = 'enable_gqa' in _VARLEN_ARGS
 
 # -----------------------------------------------------------------------------
 # configuration
@@ -319,8 +313,8 @@ def packed_attention(where, q, k, v):
     """Causal attention inside each packed row. where: row boundaries [rows + 1] int32, length of the longest row at most;
     q [N, heads, head_dim], k and v [N, kv heads, head_dim] -> [N, heads, head_dim]"""
     cu_seqlens, max_len = where
-    if q.is_cuda and q.dtype != torch.float32:                      # the flash kernel knows 16-bit only
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **_CAUSAL, **({'enable_gqa': True} if _GQA else {}))
+    if q.is_cuda and q.dtype != torch.float32:                      # the flash kernel knows 16-bit only; torch's varlen_attn, without its Python
+        return torch.ops.aten._flash_attention_forward(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False)[0]
     # exact: rows side by side, padded on the right; with a causal mask no real query ever sees the padding
     b, n = len(cu_seqlens) - 1, len(q)
     row = torch.repeat_interleave(torch.arange(b, device=q.device), cu_seqlens.diff().long(), output_size=n)

@@ -118,6 +118,10 @@ class Corpus:
         r = self.rows[i]
         return np.array(self._text[r['text_start']:r['text_start'] + r['text_len']])
 
+    def used_ids(self):
+        """uint32: each text id that some row has, once, in order."""
+        return np.unique(self._text)
+
     def codes(self, i):
         """uint16 [T, 8] packed codes of row i."""
         r = self.rows[i]

@@ -223,6 +223,9 @@ if len(train_rows) < batch_size:
     fail(f'batch_size {batch_size}, but {data} has {len(train_rows)} training rows')
 
 
+per_step = world * gradient_accumulation                                # micro-batches, of all ranks
+
+
 def plan_epoch(epoch):
     """Row numbers of every micro-batch of an epoch, the same for any number of ranks -> int64 [micro-batches, batch_size].
     ~row (negative) is a row that gets the null prefix. Each row with a speaker comes about once: a speaker's clips are
@@ -292,21 +295,25 @@ def make_batch(numbers, by_speaker, rng, train=True):
 
 
 class Batches(torch.utils.data.Dataset):
-    """The micro-batches of one epoch; randomness depends on seed, epoch and number alone, not on ranks or workers."""
-    def __init__(self, plan, epoch):
-        self.plan, self.epoch = plan, epoch
-
-    def __getitem__(self, n):
-        return make_batch(self.plan[n], clips, np.random.default_rng([seed, self.epoch, int(n)]))
+    """Micro-batches; their randomness depends on seed, epoch and number alone, not on ranks or workers."""
+    def __getitem__(self, item):
+        epoch, n, numbers = item
+        return make_batch(numbers, clips, np.random.default_rng([seed, epoch, n])) | {'epoch': epoch, 'micro': n - rank}
 
 
-def loader(epoch, start):
-    """This rank's micro-batches of an epoch from position `start` on: ranks take turns."""
-    plan = plan_epoch(epoch)
-    each = world * gradient_accumulation
-    numbers = range(start + rank, start + (len(plan) - start) // each * each, world)
-    return iter(torch.utils.data.DataLoader(Batches(plan, epoch), batch_size=None, sampler=numbers, num_workers=num_workers,
-                                            pin_memory=cuda, prefetch_factor=4 if num_workers else None))
+def stream(epoch, micro):
+    """This rank's micro-batches (epoch, number, row numbers) from a position on, without end: ranks take turns, and the last
+    micro-batches of an epoch are left out where they make no whole step."""
+    while True:
+        plan = plan_epoch(epoch)
+        for n in range(micro + rank, micro + (len(plan) - micro) // per_step * per_step, world):
+            yield epoch, n, plan[n]
+        epoch, micro = epoch + 1, 0
+
+
+def loader(epoch, micro):
+    return iter(torch.utils.data.DataLoader(Batches(), batch_size=None, sampler=stream(epoch, micro), num_workers=num_workers, pin_memory=cuda,
+                                            prefetch_factor=4 if num_workers else None))
 
 
 def to_device(batch):
@@ -315,7 +322,10 @@ def to_device(batch):
 # ---- model
 
 special = meta['special_tokens']
+used_ids = np.union1d(corpus.used_ids(), list(special.values()))
 ids_needed = max(meta['tokenizer']['length'], 1 + max(special.values()))
+if used_ids[-1] >= ids_needed:
+    fail(f"{corpus.files['text']}: has id {used_ids[-1]}, the tokenizer ends at {ids_needed - 1}")
 contrast = 128 if num_queries and supcon_weight else 0
 audio = {k: config[k] for k in ('audio_embed_dim', 'num_queries', 'prefix_layers', 'prefix_heads', 'prefix_dropout', 'null_prob', 'stop_loss_weight',
                                 'stop_pos_weight')}
@@ -398,6 +408,7 @@ model.model.recompute = recompute
 # by layer: 14 layers share one graph, for any number of tokens, and ranks can talk between them. The whole step as one graph had not
 # compiled after three minutes, and with fixed shapes it was no faster (66.1 ms and 66.5, H200)
 if compile and cuda:
+    torch._dynamo.config.optimize_ddp = False                           # it cuts each layer in three, to send gradients earlier: the GPU then waits for Python
     for part in (*model.model.layers, *([model.ref_compressor] if num_queries else [])):
         part.compile(dynamic=True)
 if sharded:
@@ -411,7 +422,19 @@ if sharded:
     model.fill_buffers()
     set_model_state_dict(model, whole.state_dict() if whole else {}, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
 del whole
-net = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True) if ddp and not sharded else model
+net, embedding = model, model.model.embed_tokens.weight
+if ddp and not sharded:
+    # most of the text embedding's gradient is zero, on all ranks: they exchange the rows of ids that the corpus has, not 1 GB each step
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ['model.embed_tokens.weight'])
+    net = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+    used_ids = torch.from_numpy(used_ids).to(device)
+
+
+def meet():
+    """The text embedding's gradient: its mean over ranks."""
+    mean = all_sum(embedding.grad[used_ids]) / world
+    embedding.grad[used_ids] = mean
+
 # autocast makes the 16-bit copies that FSDP makes by its policy
 cast = torch.autocast(device, compute) if compute != torch.float32 and not sharded else nullcontext()
 
@@ -445,7 +468,6 @@ if newest:
 
 # ---- schedule, in words
 
-per_step = world * gradient_accumulation                                # micro-batches
 plan = plan_epoch(0)
 micros_per_epoch, shown = len(plan), np.bincount(plan[plan >= 0], minlength=len(rows))[train_rows[speaker_of[train_rows] >= 0] if num_queries else train_rows]
 steps_per_epoch = micros_per_epoch // per_step
@@ -715,7 +737,7 @@ def micro_step(batch, n, w):
         seen = torch.cat([torch.stack([x.float() for x in seen]), r['level'].float()])
     return r['total'] * world, seen                                     # DDP and FSDP average over ranks; ours are parts of one sum
 
-batches, bad_steps, bad_rows, pending = None, 0, 0, []
+batches, bad_steps, bad_rows, pending = loader(epoch, micro), 0, 0, []
 clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
 start_time, start_step = time.time(), step
 if eval_interval and step == 0 and len(val_rows):
@@ -723,17 +745,13 @@ if eval_interval and step == 0 and len(val_rows):
     record(r)
     say('step 0: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()) + f' (code loss of a blind guess: {sum(map(math.log, cfg.levels)):.1f})')
 while step < total_steps:
-    if batches is None:
-        batches = loader(epoch, micro)
     t = time.time()
     try:
-        parts = [next(batches, None) for _ in range(gradient_accumulation)]
+        parts = [next(batches) for _ in range(gradient_accumulation)]
     except ValueError as e:
         fail(e, everywhere=True)
     waited += time.time() - t
-    if parts[0] is None:                                                # the epoch is over
-        epoch, micro, batches = epoch + 1, 0, None
-        continue
+    epoch, micro = parts[0]['epoch'], parts[0]['micro']
     audio_frames += sum(len(b['codes']) for b in parts)
     tokens += sum(len(b['position']) for b in parts)
     # forward and backward of the matrices, and of attention inside the rows: 6 flops a parameter and token, Kaplan 2020
@@ -759,6 +777,8 @@ while step < total_steps:
                 loss.backward()
             tally += seen
             del loss, seen
+        if net is not model:
+            meet()
     except torch.OutOfMemoryError:
         fail(f'out of memory in a step of {sum(len(b["position"]) for b in parts):,} tokens in {gradient_accumulation} micro-batches: lower batch_size (with P, K, M) '
              'and raise gradient_accumulation, or --recompute=true, or --parallel=fsdp on several GPUs', everywhere=True)
