@@ -297,17 +297,22 @@ def make_batch(numbers, by_speaker, rng, train=True):
 class Batches(torch.utils.data.Dataset):
     """Micro-batches; their randomness depends on seed, epoch and number alone, not on ranks or workers."""
     def __getitem__(self, item):
-        epoch, n, numbers = item
-        return make_batch(numbers, clips, np.random.default_rng([seed, epoch, n])) | {'epoch': epoch, 'micro': n - rank}
+        epoch, first, n, numbers = item
+        return make_batch(numbers, clips, np.random.default_rng([seed, epoch, n])) | {'epoch': epoch, 'first': first}
 
 
 def stream(epoch, micro):
-    """This rank's micro-batches (epoch, number, row numbers) from a position on, without end: ranks take turns, and the last
-    micro-batches of an epoch are left out where they make no whole step."""
+    """This rank's micro-batches (epoch, first of the step, number, row numbers) from a position on, without end. A step's micro-batches are
+    dealt so that ranks get about as many tokens; the last ones of an epoch are left out where they make no whole step."""
     while True:
         plan = plan_epoch(epoch)
-        for n in range(micro + rank, micro + (len(plan) - micro) // per_step * per_step, world):
-            yield epoch, n, plan[n]
+        for first in range(micro, len(plan) - per_step + 1, per_step):
+            step_rows = plan[first:first + per_step]
+            step_rows = np.where(step_rows < 0, ~step_rows, step_rows)
+            by_size = first + np.argsort((rows['frame_len'] + rows['text_len'])[step_rows].sum(1), kind='stable')
+            for turn, dealt in enumerate(by_size.reshape(gradient_accumulation, world)):
+                n = int(dealt[rank if turn % 2 == 0 else world - 1 - rank])         # there and back
+                yield epoch, first, n, plan[n]
         epoch, micro = epoch + 1, 0
 
 
@@ -751,7 +756,7 @@ while step < total_steps:
     except ValueError as e:
         fail(e, everywhere=True)
     waited += time.time() - t
-    epoch, micro = parts[0]['epoch'], parts[0]['micro']
+    epoch, micro = parts[0]['epoch'], parts[0]['first']
     audio_frames += sum(len(b['codes']) for b in parts)
     tokens += sum(len(b['position']) for b in parts)
     # forward and backward of the matrices, and of attention inside the rows: 6 flops a parameter and token, Kaplan 2020

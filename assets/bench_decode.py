@@ -17,6 +17,7 @@ slots = (512,)                  # rollouts at once, e.g. --slots=512,1024
 groups = 1024                   # prompts; 8 rollouts each
 compile = True                  # False: CUDA graphs alone
 checks = True                   # the correctness checks
+sentence = True                 # one sentence alone
 profile = True                  # where the time of a step goes
 device = 'cuda'
 # -----------------------------------------------------------------------------
@@ -151,8 +152,9 @@ def profiled(d, steps, what):
 
 if device == 'cuda':
     torch.cuda.empty_cache()
-single()
-if compile:
+if sentence:
+    single()
+if sentence and compile:
     d = single(compile=True)
     d.fill({0: (0, *jobs_of(1)[0][:3], 200)})
     profiled(d, 10, 'batch 1, compiled')

@@ -316,10 +316,22 @@ def test_epoch_plan(corpus, tmp_path):
     """Every row with a speaker comes about once an epoch, P speakers a batch are distinct, epochs differ."""
     script = ('import sys; sys.argv = ["pretrain.py"] + sys.argv[1:]; src = open("pretrain.py").read().split("# ---- model")[0]; '
               'g = {"__file__": "pretrain.py", "__name__": "__main__", "__doc__": ""}; exec(compile(src, "pretrain.py", "exec"), g); import json; '
-              'a, b = g["plan_epoch"](0), g["plan_epoch"](1); print(json.dumps([a.tolist(), b.tolist(), g["speaker_of"].tolist()]))')
+              'import itertools; a, b = g["plan_epoch"](0), g["plan_epoch"](1); g["per_step"] = 4; dealt = []\n'
+              'for g["rank"] in (0, 1):\n'
+              '    g["world"], g["gradient_accumulation"] = 2, 2; dealt.append([x[:3] for x in itertools.islice(g["stream"](0, 0), len(a) // 4 * 2 + 2)])\n'
+              'size = (g["rows"]["frame_len"] + g["rows"]["text_len"]).tolist()\n'
+              'print(json.dumps([a.tolist(), b.tolist(), g["speaker_of"].tolist(), dealt, size]))')
     r = subprocess.run([sys.executable, '-c', script, *TINY, f'--data={corpus}'], capture_output=True, text=True, cwd=ROOT)
-    a, b, speaker = json.loads(r.stdout.splitlines()[-1])
+    a, b, speaker, dealt, size = json.loads(r.stdout.splitlines()[-1])
     assert a != b
+    # two ranks, two micro-batches each: together the epoch, once, then the next; the largest and the smallest of a step go together
+    steps = len(a) // 4
+    assert steps and sorted(n for d in dealt for e, _, n in d if e == 0) == list(range(4 * steps)) and [d[-1][:2] for d in dealt] == [[1, 0]] * 2
+    tokens = [sum(size[max(i, ~i)] for i in row) for row in a]
+    for s in range(steps):
+        mine = [sorted((n for e, first, n in d if (e, first) == (0, 4 * s)), key=tokens.__getitem__) for d in dealt]
+        order = sorted(range(4 * s, 4 * s + 4), key=tokens.__getitem__)
+        assert sorted(mine) == sorted([[order[0], order[3]], [order[1], order[2]]])
     a = np.array(a)
     voiced = a[:, :6]
     assert (voiced >= 0).all() and (a[:, 6:] < 0).all()
