@@ -75,7 +75,7 @@ wandb_project = ''              # '' = off
 # system
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 where the GPU or CPU multiplies it in hardware, else float32; masters are always float32
-parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit
+parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit: 8 % slower (docs/speed.md)
 recompute = False               # layers run twice instead of keeping their insides: less memory, more time
 compile = True                  # torch.compile by layer, on a GPU only; half a minute or more at the start
 peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
@@ -303,7 +303,8 @@ class Batches(torch.utils.data.Dataset):
 
 def stream(epoch, micro):
     """This rank's micro-batches (epoch, first of the step, number, row numbers) from a position on, without end. A step's micro-batches are
-    dealt so that ranks get about as many tokens; the last ones of an epoch are left out where they make no whole step."""
+    dealt so that ranks get about as many tokens (the fullest of 8 ranks has 2 % more than the mean, in turn it would be 9 %, two micro-batches
+    a step); the last ones of an epoch are left out where they make no whole step."""
     while True:
         plan = plan_epoch(epoch)
         for first in range(micro, len(plan) - per_step + 1, per_step):
