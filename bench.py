@@ -6,7 +6,7 @@ clipping, AdamW. Row lengths differ from step to step, as in training; how often
     python bench.py                             # one GPU, bfloat16: padded, packed, compiled
     python bench.py --modes=compiled --profile=true                 # where the time goes: kernels, idle share
     python bench.py --modes=curve --data=data/tiny --steps=300      # loss of the same rows: padded and packed float32, packed bfloat16
-    python bench.py --layers=2 --rows=4 --device=cpu --steps=2      # does it run at all
+    python bench.py --layers=2 --rows=4 --audio_seconds=20 --vocab=4096 --device=cpu --steps=2      # does it run at all
 """
 import json, math, time
 

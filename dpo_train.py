@@ -343,7 +343,7 @@ while step < total_steps:
         if m % world != rank:
             continue
         own = numbers[start:start + batch_size]
-        torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + m)    # dropout: the same for any number of ranks, and after a resume
+        torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + m) % 2 ** 63)    # dropout: the same for any number of ranks, and after a resume
         r = both_sides([train[i] for i in own])
         ((r['loss'] * weights[own].to(device)).sum() / all_weight).backward()
         sums += totals(r)

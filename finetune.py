@@ -549,7 +549,7 @@ if __name__ == '__main__':
         count = {'frames': n[0], 'stops': n[0] + n[1], 'rows': n[1]}
         for g in optimizer.param_groups:
             g['lr'] = g['base_lr'] * lr_factor(step)
-        torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank)   # dropout: the same after a resume
+        torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2 ** 63)   # dropout: the same after a resume
         sums = torch.zeros(2, device=device)
         for a, batch in enumerate(parts):
             if ddp:

@@ -118,9 +118,15 @@ class Corpus:
         r = self.rows[i]
         return np.array(self._text[r['text_start']:r['text_start'] + r['text_len']])
 
-    def used_ids(self):
-        """uint32: each text id that some row has, once, in order."""
-        return np.unique(self._text)
+    def used_ids(self, length):
+        """int64: each text id that some row has, once, in order; ValueError if one is not below `length`."""
+        seen = np.zeros(length, bool)
+        for start in range(0, len(self._text), 1 << 24):
+            part = self._text[start:start + (1 << 24)]
+            if part.max() >= length:
+                raise ValueError(f"{self.files['text']}: has id {part.max()}, the tokenizer ends at {length - 1}")
+            seen[part] = True
+        return np.flatnonzero(seen)
 
     def codes(self, i):
         """uint16 [T, 8] packed codes of row i."""

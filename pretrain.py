@@ -75,7 +75,7 @@ wandb_project = ''              # '' = off
 # system
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 where the GPU or CPU multiplies it in hardware, else float32; masters are always float32
-parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit: 8 % slower (docs/speed.md)
+parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit: 8 % slower when both were measured (docs/speed.md)
 recompute = False               # layers run twice instead of keeping their insides: less memory, more time
 compile = True                  # torch.compile by layer, on a GPU only; half a minute or more at the start
 peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
@@ -297,29 +297,38 @@ def make_batch(numbers, by_speaker, rng, train=True):
 class Batches(torch.utils.data.Dataset):
     """Micro-batches; their randomness depends on seed, epoch and number alone, not on ranks or workers."""
     def __getitem__(self, item):
-        epoch, first, n, numbers = item
-        return make_batch(numbers, clips, np.random.default_rng([seed, epoch, n])) | {'epoch': epoch, 'first': first}
+        at, then, n, numbers = item
+        return make_batch(numbers, clips, np.random.default_rng([seed, at[0], n])) | {'at': at, 'then': then}
 
 
 def stream(epoch, micro):
-    """This rank's micro-batches (epoch, first of the step, number, row numbers) from a position on, without end. A step's micro-batches are
-    dealt so that ranks get about as many tokens (the fullest of 8 ranks has 2 % more than the mean, in turn it would be 9 %, two micro-batches
-    a step); the last ones of an epoch are left out where they make no whole step."""
+    """This rank's micro-batches from a position (epoch, micro-batch) on, without end: where their step begins and ends, number, row numbers.
+    A step's micro-batches are dealt so that ranks get about as many tokens (the fullest of 8 ranks has 2 % more than the mean, in turn it
+    would be 9 %, with two micro-batches a step); the last ones of an epoch are left out where they make no whole step."""
     while True:
         plan = plan_epoch(epoch)
         for first in range(micro, len(plan) - per_step + 1, per_step):
             step_rows = plan[first:first + per_step]
             step_rows = np.where(step_rows < 0, ~step_rows, step_rows)
             by_size = first + np.argsort((rows['frame_len'] + rows['text_len'])[step_rows].sum(1), kind='stable')
+            then = (epoch, first + per_step) if first + 2 * per_step <= len(plan) else (epoch + 1, 0)
             for turn, dealt in enumerate(by_size.reshape(gradient_accumulation, world)):
                 n = int(dealt[rank if turn % 2 == 0 else world - 1 - rank])         # there and back
-                yield epoch, first, n, plan[n]
+                yield (epoch, first), then, n, plan[n]
         epoch, micro = epoch + 1, 0
+
+
+def apart(worker):
+    """What a process that packs batches does first. A signal to the whole group must not end it before the trainer has saved, and a killed
+    trainer's lock must not live on in it."""
+    os.setsid()
+    if rank == 0:
+        lock.close()
 
 
 def loader(epoch, micro):
     return iter(torch.utils.data.DataLoader(Batches(), batch_size=None, sampler=stream(epoch, micro), num_workers=num_workers, pin_memory=cuda,
-                                            prefetch_factor=4 if num_workers else None))
+                                            prefetch_factor=4 if num_workers else None, worker_init_fn=apart))
 
 
 def to_device(batch):
@@ -328,10 +337,11 @@ def to_device(batch):
 # ---- model
 
 special = meta['special_tokens']
-used_ids = np.union1d(corpus.used_ids(), list(special.values()))
 ids_needed = max(meta['tokenizer']['length'], 1 + max(special.values()))
-if used_ids[-1] >= ids_needed:
-    fail(f"{corpus.files['text']}: has id {used_ids[-1]}, the tokenizer ends at {ids_needed - 1}")
+try:
+    used_ids = np.union1d(corpus.used_ids(ids_needed), list(special.values()))
+except ValueError as e:
+    fail(e)
 contrast = 128 if num_queries and supcon_weight else 0
 audio = {k: config[k] for k in ('audio_embed_dim', 'num_queries', 'prefix_layers', 'prefix_heads', 'prefix_dropout', 'null_prob', 'stop_loss_weight',
                                 'stop_pos_weight')}
@@ -367,6 +377,9 @@ try:
         changed = [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]
         for key in changed:
             say(f'  {key} was {before[key]!r}, is {config[key]!r}')
+        if any(metadata['corpus'].get(k) != meta.get(k) for k in ('rows', 'frames')):
+            say(f'  {data} is another corpus than before')
+            changed.append('data')
         if micro and {'data', 'batch_size', 'P', 'K', 'M', 'seed', 'num_queries'} & set(changed):
             say(f'  so epoch {epoch} has other batches and starts over')
             micro = 0
@@ -431,6 +444,7 @@ del whole
 net, embedding = model, model.model.embed_tokens.weight
 if ddp and not sharded:
     # most of the text embedding's gradient is zero, on all ranks: they exchange the rows of ids that the corpus has, not 1 GB each step
+    warnings.filterwarnings('ignore', message='`broadcast_buffers`')       # torch 2.13 has another name for it
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ['model.embed_tokens.weight'])
     net = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
     used_ids = torch.from_numpy(used_ids).to(device)
@@ -538,7 +552,7 @@ def save():
             if os.path.isdir(path):
                 os.rmdir(path)                                          # in the way; with files in it, it is not ours to remove
             gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), made_of, rest)
-            for _, old in gepard.checkpoints(out_dir)[:-keep_checkpoints] if keep_checkpoints else []:
+            for _, old in gepard.checkpoints(out_dir)[:-keep_checkpoints] if keep_checkpoints and not bad_steps else []:
                 shutil.rmtree(old)
             say(f'saved {path}')
     except (Exception, CheckpointException) as e:                       # a full disk, most likely; several libraries write here
@@ -667,6 +681,7 @@ if rank == 0:
             kept += [line] if newest and json.loads(line)['step'] <= step else []
         except (ValueError, TypeError, KeyError):
             say(f'{metrics_path}: dropped a line that is no record: {line[:60]!r}')
+    seen = any(json.loads(line)['step'] == step and 'text_norm' in line for line in kept[-20:])      # was this step's evaluation written?
     with open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
         f.writelines(kept)
     os.replace(metrics_path + '.tmp', metrics_path)
@@ -743,6 +758,22 @@ def micro_step(batch, n, w):
         seen = torch.cat([torch.stack([x.float() for x in seen]), r['level'].float()])
     return r['total'] * world, seen                                     # DDP and FSDP average over ranks; ours are parts of one sum
 
+
+
+def eval_due():
+    return eval_interval and (step % eval_interval == 0 or step == total_steps)
+
+
+def look_around():
+    """What an evaluation step does: held-out rows, costly telemetry, spoken prompts, curves. Every rank calls it."""
+    r = evaluate() if len(val_rows) else {}
+    record(r | look_inside())
+    say(f'step {step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()))
+    if speak:
+        speak_prompts()
+    if rank == 0:
+        curves()
+
 batches, bad_steps, bad_rows, pending = loader(epoch, micro), 0, 0, []
 clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
 start_time, start_step = time.time(), step
@@ -750,14 +781,15 @@ if eval_interval and step == 0 and len(val_rows):
     r = evaluate()
     record(r)
     say('step 0: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()) + f' (code loss of a blind guess: {sum(map(math.log, cfg.levels)):.1f})')
+elif eval_due() and all_sum(torch.tensor(float(rank == 0 and not seen), device=device)).item():
+    look_around()                                                       # the run was stopped between saving and this
 while step < total_steps:
     t = time.time()
     try:
         parts = [next(batches) for _ in range(gradient_accumulation)]
-    except ValueError as e:
-        fail(e, everywhere=True)
+    except (ValueError, RuntimeError) as e:                             # a worker's comes with its traceback
+        fail(str(e).strip().splitlines()[-1].removeprefix('ValueError: '), everywhere=True)
     waited += time.time() - t
-    epoch, micro = parts[0]['epoch'], parts[0]['first']
     audio_frames += sum(len(b['codes']) for b in parts)
     tokens += sum(len(b['position']) for b in parts)
     # forward and backward of the matrices, and of attention inside the rows: 6 flops a parameter and token, Kaplan 2020
@@ -770,7 +802,7 @@ while step < total_steps:
                      pin_memory=cuda).to(device, non_blocking=True)
     for g in optimizer.param_groups:
         g['lr'] = g['base_lr'] * lr_factor(step)
-    torch.manual_seed((seed * 1_000_003 + step) * 1_000_003 + rank)       # dropout: the same after a resume
+    torch.manual_seed(((seed * 1_000_003 + step) * 1_000_003 + rank) % 2 ** 63)       # dropout: the same after a resume
     try:
         for a, batch in enumerate(parts):
             last = a == gradient_accumulation - 1                       # gradients meet once a step
@@ -796,8 +828,8 @@ while step < total_steps:
     optimizer.found_inf = (~torch.isfinite(norm)).float()
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    pending.append((step, epoch, micro, optimizer.found_inf))
-    step, micro = step + 1, micro + per_step
+    pending.append((step, *parts[0]['at'], optimizer.found_inf))
+    step, (epoch, micro) = step + 1, parts[0]['then']
 
     stop_now = False
     if step % log_interval == 0 or step == total_steps or stopping and not ddp:
@@ -823,22 +855,14 @@ while step < total_steps:
         clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
     if step % save_interval == 0 or step == total_steps or stop_now:
         settle()
-        if not bad_steps:                                               # never in a bad streak: older checkpoints go when a new one is whole
+        if not bad_steps or step == total_steps or stop_now:            # not in a bad streak, as long as there is a next time
             save()
-        elif step == total_steps:
-            fail(f'the run ends in {bad_steps} bad steps; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir)}')
     if stop_now and step < total_steps:
         say(f'stopped by {stopping[0] if stopping else "another rank"} at step {step}')
         break
-    if eval_interval and (step % eval_interval == 0 or step == total_steps):
+    if eval_due():
         pause = time.time()
-        r = evaluate() if len(val_rows) else {}
-        record(r | look_inside())
-        say(f'step {step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()))
-        if speak:
-            speak_prompts()
-        if rank == 0:
-            curves()
+        look_around()
         clock += time.time() - pause                                    # speeds are of training alone
         start_time += time.time() - pause
 if ddp:
