@@ -759,7 +759,6 @@ def micro_step(batch, n, w):
     return r['total'] * world, seen                                     # DDP and FSDP average over ranks; ours are parts of one sum
 
 
-
 def eval_due():
     return eval_interval and (step % eval_interval == 0 or step == total_steps)
 
