@@ -4,6 +4,7 @@
     codes = codec.encode([waveform])                # float32 at 22,050 Hz -> [uint16 [T, 8]], T = ceil(samples / 1024)
     audio = codec.decode(codes)                     # -> [float32 [T * 1024]]
     for piece in codec.stream(chunks): ...          # the same audio, chunk by chunk
+    codec.record([(1, 10), (1, codec.context + 10)])        # before that, on a GPU: a chunk of up to 10 frames is one launch
 
 A frame is 8 packed indices (one a group) or 32 channels (4 a group): index k unfolds little-endian, code_d = k // prod(L_0..L_{d-1}) mod L_d,
 channel = group * 4 + d. NeMo is imported only when a NanoCodec is made.
@@ -110,6 +111,13 @@ def _steady():
     """Of cuDNN only what gives the same bits each time: some of its transposed convolutions add in any order."""
     return torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True, allow_tf32=torch.backends.cudnn.allow_tf32)
 
+def _lean(decoder):
+    """NeMo's causal convolutions keep their padding in tensors on the device, for which the host waits twice at each (184 times a call), and then clear what lies
+    behind a row's length. Here all rows of a batch are equally long: the same bits without that."""
+    def forward(m, left, inputs, input_len): return m.activation(m.conv(m._pad1d(inputs, (left, 0), m.extra_pad_mode)))
+    for m in decoder.modules():
+        if type(m).__name__ == 'CausalConv1dNorm' and m.conv.stride == (1,): m.forward = functools.partial(forward, m, m.padding_total.item())
+
 class NanoCodec:
     def __init__(self, name_or_path, device='cpu'):
         self.id, self.device = str(name_or_path), torch.device(device)
@@ -121,6 +129,7 @@ class NanoCodec:
             with _quiet(): self.model = _load(name, self.device).eval().requires_grad_(False)
             for m in [m for m in self.model.modules() if parametrize.is_parametrized(m, 'weight')]:      # weight norm: computed once, not in each call; the same bits
                 parametrize.remove_parametrizations(m, 'weight')
+            _lean(self.model.audio_decoder)
         except ImportError:
             raise
         except Exception as e:                                                       # tarfile's, yaml's, the Hub's, torch's own types, some over many lines
@@ -131,6 +140,7 @@ class NanoCodec:
         self.sample_rate, self.hop = self.model.sample_rate, self.model.samples_per_frame
         self.groups, self.levels = quantizer.num_groups, tuple(quantizer.fsqs[0].num_levels.flatten().tolist())
         self.frame_rate = self.sample_rate / self.hop                                # 21.533 a second, not 21.5
+        self.recorded = {}                                                           # (rows, frames): graph, its codes, its audio
 
     def _batches(self, lengths):
         """Rows of equal length share a batch; nothing is ever padded to another row's length. NeMo's convolutions
@@ -158,8 +168,39 @@ class NanoCodec:
             for i, t in zip(rows, tokens.transpose(1, 2).cpu().numpy()): codes[i] = t.astype(np.uint16)
         return codes
 
+    @torch.inference_mode()
+    def record(self, shapes):
+        """CUDA graphs for batches of (rows, frames): launched one by one from Python, the hundreds of small kernels take longer to start than to run. A stream of pieces of
+        n frames needs n and context + n. Not for two threads at once: the graphs share their memory. On a CPU nothing is recorded."""
+        self.context                                                                 # measured now; a decoder that hears the future is refused
+        if self.device.type != 'cuda': return
+        with torch.cuda.device(self.device):
+            side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            for shape in sorted(set(shapes), key=math.prod, reverse=True):           # the others fit into the memory of the largest
+                codes = torch.zeros(*shape, self.groups * len(self.levels), dtype=torch.int64, device=self.device)
+                side.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(side):
+                    for _ in range(3): self._run(codes)                              # cuDNN chooses, TorchScript compiles: neither may happen in a recording
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=pool, stream=side, capture_error_mode='thread_local'): audio = self._run(codes)     # other threads may go on
+                graph.replay()                                                       # the first one also uploads it
+                self.recorded[shape] = graph, codes, audio
+            torch.cuda.synchronize()
+
+    @torch.inference_mode()
     def _decode(self, codes):
-        """codes int64 [B, T, channels] on the device -> audio [B, T * hop]. Straight from the channels: no packed index, no NeMo quantizer."""
+        """codes int64 [B, T, channels] on the device -> audio [B, T * hop], by the smallest recording that they fit in. What lies beside and
+        behind them there is of no matter: rows are independent, and the decoder does not hear the future."""
+        rows, frames = codes.shape[:2]
+        fits = [shape for shape in self.recorded if shape[0] >= rows and shape[1] >= frames]
+        if not fits: return self._run(codes)
+        graph, given, audio = self.recorded[min(fits, key=math.prod)]
+        given[:rows, :frames] = codes
+        graph.replay()
+        return audio[:rows, :frames * self.hop].clone()                              # the next replay writes over it
+
+    def _run(self, codes):
+        """Straight from the channels: no packed index, no NeMo quantizer."""
         lengths = torch.full((len(codes),), codes.shape[1], device=self.device)
         with _steady(): return self.model.decode_audio(inputs=dequantize(codes, self.levels).transpose(1, 2), input_len=lengths)[0]
 

@@ -26,6 +26,8 @@ requests = 10000                # of leak
 codec = ''                      # a codec file of NanoCodec's size (measure_encode.py leaves one in its folder); '' = frames alone
 first_frames = 10               # first audio: so many frames are decoded at once
 piece_frames = 43               # and then so many
+first_rows = (1, 8, 64)         # streams at once in a decode of first frames, at most the last; the codec's CUDA graphs are recorded for these
+piece_rows = (1, 8)             # in a later one: new streams wait until it is done
 attention = ''                  # vLLM's backend of the table and the engines; '' = its choice
 limit = 270                     # seconds for a part
 out = 'out/bench_vllm'          # the checkpoint of random weights, made once
@@ -176,42 +178,38 @@ def listen():
     frames.bind(SIDE)
     control.bind(CONTROL)
     nano = codec and NanoCodec(codec, 'cuda')
+    if nano:
+        nano.record([(n, first_frames) for n in first_rows] + [(n, nano.context + piece_frames) for n in piece_rows])
     runs, asked, poller = {}, False, zmq.Poller()
     poller.register(frames, zmq.POLLIN)
     poller.register(control, zmq.POLLIN)
 
     def decode(group):
-        codes = torch.from_numpy(np.stack([np.stack(r['codes'][past:end]) for r, past, end in group])).cuda().long()
-        new = group[0][2] - group[0][0]['done']
-        with torch.inference_mode():
-            nano._decode(codes)[:, -new * nano.hop:].cpu()
+        """(run, past, end) each. Who has less to decode than the others, as at a stream's end, gets surplus frames behind it."""
+        codes = np.zeros((len(group), max(end - past for _, past, end in group), 32), np.uint8)
+        for row, (r, past, end) in zip(codes, group):
+            row[:end - past] = r['codes'][past:end]
+        nano._decode(torch.from_numpy(codes).cuda().long()).cpu()                   # of a row, (done - past) * hop to (end - past) * hop is new
         now = time.perf_counter()
         for r, _, end in group:
             r['done'] = end
             r['audio'].append(now)
-    if nano:
-        for past in (0, first_frames, nano.context):                                # what a first call must set up
-            for b in (1, 8, 64):
-                decode([({'codes': [np.zeros(32, np.uint8)] * 199, 'audio': [], 'done': past}, 0, past + (piece_frames if past else first_frames)) for _ in range(b)])
     while True:
-        waiting = False
-        if nano:
-            groups = {}
-            for r in runs.values():
-                size = piece_frames if r['done'] else first_frames
-                end = min(r['n'], r['done'] + size)
-                if r['done'] < end <= len(r['codes']):
-                    past = max(0, r['done'] - nano.context)
-                    groups.setdefault((r['done'] - past, end - r['done']), []).append((r, past, end))
-            for lengths, group in sorted(groups.items()):                           # those who have heard nothing yet come first
-                decode(group[:max(1, nano.limit // sum(lengths))])
-                waiting = True
+        waiting = []
+        for r in runs.values() if nano else ():
+            end = min(r['n'], r['done'] + (piece_frames if r['done'] else first_frames))
+            if r['done'] < end <= len(r['at']):
+                waiting.append((r, max(0, r['done'] - nano.context), end))
+        waiting.sort(key=lambda w: w[0]['done'])                                    # who has heard least comes first
+        first = [w for w in waiting if not w[0]['done']]
+        if waiting:                                                                 # one batch, then look whose frames have come meanwhile
+            decode(first[:max(first_rows)] or waiting[:max(piece_rows)])
         for socket, _ in poller.poll(0 if waiting else 20):
             if socket is control:
                 question = json.loads(control.recv())
                 asked = question == 'report'
                 if not asked:
-                    runs = {name: {'n': n, 'codes': [], 'at': [], 'audio': [], 'done': 0} for name, n in question.items()}
+                    runs = {name: {'n': n, 'codes': np.zeros((n, 32), np.uint8), 'at': [], 'audio': [], 'done': 0} for name, n in question.items()}
                     control.send(b'{}')
                 continue
             while True:
@@ -222,8 +220,8 @@ def listen():
                 now = time.perf_counter()
                 for i, name in enumerate(names):
                     r = runs.get(name.rsplit('-', 1)[0])
-                    if r and at[i] == len(r['codes']) < r['n'] and not ended[i]:
-                        r['codes'].append(codes[i])
+                    if r and at[i] == len(r['at']) < r['n'] and not ended[i]:
+                        r['codes'][at[i]] = codes[i]
                         r['at'].append(now)
         if asked and all(len(r['at']) == r['n'] and (not nano or r['done'] == r['n']) for r in runs.values()):
             begin, end = max(r['at'][0] for r in runs.values()), min(r['at'][-1] for r in runs.values())

@@ -1,11 +1,12 @@
-"""pytest tests/test_codec.py: index arithmetic, and the NeMo codec by the tiny file (about 20 s, most of it NeMo's import)."""
-import os, subprocess, sys, tarfile, wave
+"""pytest tests/test_codec.py: index arithmetic, and the NeMo codec by the tiny file (under a minute, a third of it NeMo's import)."""
+import os, subprocess, sys, tarfile, types, wave
 import numpy as np
 import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
+import codec
 from codec import GROUPS, LEVELS, NanoCodec, check_codes, dequantize, fold, save_spectrogram, save_wav, unfold
 
 TINY = os.path.join(ROOT, 'assets', 'tiny', 'codec.nemo')
@@ -14,6 +15,25 @@ TINY = os.path.join(ROOT, 'assets', 'tiny', 'codec.nemo')
 def nano():
     pytest.importorskip('nemo', reason='NeMo is not installed')
     return NanoCodec(TINY)
+
+@pytest.fixture(scope='module')
+def hifigan_file(nano, tmp_path_factory):
+    """The tiny codec with a decoder of NanoCodec's class, narrow and of random weights."""
+    from nemo.collections.tts.modules.audio_codec_modules import CausalHiFiGANDecoder
+    def edit(config, weights):
+        shape = dict(input_dim=32, up_sample_rates=[8, 8, 4, 2, 2], base_channels=64, activation='half_snake', output_activation='clamp')
+        config['audio_decoder'] = {'_target_': f'{CausalHiFiGANDecoder.__module__}.CausalHiFiGANDecoder', **shape}
+        for name in [name for name in weights if name.startswith('audio_decoder.')]: del weights[name]
+        torch.manual_seed(0)
+        weights.update({f'audio_decoder.{name}': w for name, w in CausalHiFiGANDecoder(**shape).state_dict().items()})
+    path = str(tmp_path_factory.mktemp('codec') / 'hifigan.nemo')
+    repack(TINY, path, edit)
+    return path
+
+@pytest.fixture(params=['tiny', 'hifigan'])
+def file(request): return TINY if request.param == 'tiny' else request.getfixturevalue('hifigan_file')
+
+def random_codes(rows, frames): return unfold(torch.randint(2016, (rows, frames, GROUPS), generator=torch.Generator().manual_seed(rows * frames)))
 
 def clips(*lengths):
     rng = np.random.default_rng(0)
@@ -76,11 +96,12 @@ def test_dequantize_is_nemos(nano):
     theirs = nano.model.dequantize(tokens=packed, tokens_len=torch.tensor([2016]))
     assert torch.allclose(theirs, dequantize(unfold(packed.transpose(1, 2))).transpose(1, 2), atol=1e-6)
 
-def test_equals_nemo(nano):
+def test_equals_nemo(file):
     audio, = clips(30000)
+    nano, nemo = NanoCodec(file), codec._load(file, 'cpu').eval()                    # the second as NeMo runs it
     with torch.inference_mode():
-        tokens, n = nano.model.encode(audio=torch.from_numpy(audio)[None], audio_len=torch.tensor([30000]))
-        theirs, _ = nano.model.decode(tokens=tokens, tokens_len=n)
+        tokens, n = nemo.encode(audio=torch.from_numpy(audio)[None], audio_len=torch.tensor([30000]))
+        theirs, _ = nemo.decode(tokens=tokens, tokens_len=n)
     codes, = nano.encode([audio])
     assert codes.dtype == np.uint16 and codes.shape == (30, 8) and (codes == tokens[0].T.numpy()).all()
     ours, = nano.decode([codes])
@@ -116,6 +137,55 @@ def test_stream_measures_before_the_first_piece(nano):
     del nano.__dict__['context']
     next(nano.stream([np.zeros((2, 8), np.uint16)]))
     assert nano.__dict__['context'] == before
+
+def test_decoding_never_waits_for_the_device(file):
+    """Else it could not be recorded. On the device `meta` a tensor that the host wants a number of raises; NeMo's own convolutions do."""
+    for lean in (True, False):
+        nano = NanoCodec(file)
+        for m in nano.model.audio_decoder.to('meta').modules(): m.__dict__.pop('forward', None) if not lean else None
+        nano.device = torch.device('meta')
+        if lean: assert nano._decode(random_codes(2, 5).to('meta')).shape == (2, 5 * 1024)
+        else:
+            with pytest.raises(RuntimeError, match='meta'): nano._decode(random_codes(2, 5).to('meta'))
+
+def test_recorded_batches(file):
+    """Which recording a batch takes, what surrounds it there, and what comes back: a plain call stands for the CUDA graph."""
+    nano, used = NanoCodec(file), []
+    nano.record([(2, 5)])
+    assert not nano.recorded                                                         # a CPU has none
+    def recording(*shape):
+        given, audio = random_codes(*shape), torch.zeros(shape[0], shape[1] * 1024)
+        def replay(): used.append(shape); audio.copy_(nano._run(given))
+        nano.recorded[shape] = types.SimpleNamespace(replay=replay), given, audio
+    shapes = [(1, 5), (3, 5), (2, nano.context + 5)]
+    for shape in shapes: recording(*shape)
+    before = None
+    for rows, frames, fit in [(1, 5, 0), (3, 5, 1), (2, 4, 1), (1, 1, 0), (1, 6, 2), (2, nano.context + 5, 2), (2, nano.context + 1, 2), (1, 5, 0), (3, 6, None), (4, 1, None)]:
+        codes, known = random_codes(rows, frames), len(used)
+        with torch.inference_mode(): plain = nano._run(codes)
+        audio = nano._decode(codes)
+        assert used[known:] == ([] if fit is None else [shapes[fit]])
+        assert audio.shape == plain.shape and (audio - plain).abs().max() < 1e-5
+        assert before is None or torch.equal(*before)                                # an earlier answer stays
+        before = audio, audio.clone()
+    used.clear()
+    codes = fold(random_codes(1, 23)[0]).numpy()                                     # 4 pieces of 5 and one of 3
+    nano.recorded.clear()
+    whole, = nano.decode([codes])
+    for frames in (5, nano.context + 5): recording(1, frames)
+    pieces = list(nano.stream(codes[i:i + 5] for i in range(0, 23, 5)))
+    assert [len(p) for p in pieces] == [5 * 1024] * 4 + [3 * 1024] and used == [(1, 5)] + [(1, nano.context + 5)] * 4
+    assert np.abs(np.concatenate(pieces) - whole).max() < 1e-4
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason='needs a GPU')
+def test_cuda_graphs(file):
+    nano, shapes = NanoCodec(file, 'cuda'), [(4, 6), (2, 30)]
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False), torch.inference_mode():     # TF32 rounds by batch size
+        nano.record(shapes)
+        assert sorted(nano.recorded) == [(2, 30), (4, 6)]
+        for rows, frames in [(4, 6), (2, 30), (1, 6), (1, 30), (3, 6), (2, 30), (4, 6), (1, 4), (2, 29), (5, 6), (1, 31)]:
+            codes = random_codes(rows, frames).cuda()
+            assert (nano._decode(codes) - nano._run(codes)).abs().max() < 1e-5, (rows, frames)
 
 @pytest.mark.parametrize('name, words', [('text.nemo', 'text.nemo: '), ('tar.nemo', 'tar.nemo: '), ('text.txt', 'neither a .nemo file nor a Hub name'), ('nobody/nothing', 'nobody/nothing')])
 def test_foreign_codecs_are_one_line(nano, tmp_path, monkeypatch, name, words):
