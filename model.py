@@ -478,6 +478,8 @@ class Gepard(nn.Module):
         predict each frame, then each row's last frame), q [B, 8, d], unit features [B, 128] for the regularizers."""
         codes = unfold(batch['codes'].long(), self.cfg.codec['fsq_levels'])       # [F, K]
         frames = self.frame_embedding(codes)
+        if 'heard' in batch:                                                      # frames that later ones shall not know of
+            frames = frames * batch['heard'][:, None]
         x = frames.new_zeros(len(batch['position']), self.cfg.hidden_size)
         x = x.index_copy(0, batch['frame_at'], frames)
         x = x.index_copy(0, batch['text_at'], self.model.embed_tokens(batch['text_ids']).to(x.dtype))
@@ -506,6 +508,7 @@ def pack(rows, cfg, position_of=None, multiple=1):
     A row is a dict: text (laid-out token ids, ends with SOS), codes (packed codes [n, 8], n >= 1), and with voice
     cloning ref (packed codes [t, 8] or None), null (no usable speaker), drop (null prefix in this step), speaker (int).
     A row may hold a ready prefix [8, d] instead of these four; without either key the batch has no prefix at all.
+    hidden (bool [n], in all rows or none): frames that the model does not see, though it must still predict them.
     position_of(row number, row length) overrides the positions 0..length-1 (for tests against padded layouts).
     multiple > 1: one more row of text that nothing reads fills the tokens up to a multiple, so that shapes repeat (for the
     GPU's allocator and kernels); references and the longest row are rounded up too, behind their mask.
@@ -539,6 +542,8 @@ def pack(rows, cfg, position_of=None, multiple=1):
     batch = {'text_ids': cat(text), 'codes': torch.from_numpy(np.concatenate(codes)), 'position': cat(position),
              'frame_row': cat(frame_row), 'cu_seqlens': torch.tensor(cu, dtype=torch.int32),
              'max_len': int(max_len), **{k: cat(v) for k, v in at.items() if k != 'prefix_at' or prefixed}}
+    if 'hidden' in rows[0]:
+        batch['heard'] = torch.from_numpy(~np.concatenate([r['hidden'] for r in rows]))
     if prefixed and 'prefix' in rows[0]:
         batch['prefix'] = torch.stack([r['prefix'] for r in rows])
     elif prefixed:

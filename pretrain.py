@@ -40,6 +40,8 @@ K = 3                           # clips a speaker: SupCon needs at least 2
 M = 16                          # rows that train the null prefix
 null_prob = 0.15                # further rows that get the null prefix at random; 0 = none
 text_drop_prob = 0.0            # rows that lose their text: speech without words, what guidance (cfg_scale) starts from, Ho & Salimans 2022; 0 = none
+frame_drop = 0.0                # hides frames from the model's own past: each row draws its share of them from 0 to this. A backbone that starts from nothing else goes on
+                                # by ear and never learns to follow the text (Tacotron's pre-net dropout has that purpose); 0 = none
 ref_min_seconds = 3.0           # a reference is a random crop of another clip of the speaker,
 ref_max_seconds = 15.0          # this long where the clip allows
 gradient_accumulation = 2       # micro-batches a step
@@ -99,6 +101,7 @@ def validate():
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
     for name in ('null_prob', 'text_drop_prob', 'prefix_dropout', 'beta1', 'beta2'):
         rule(0 <= config[name] < 1, f'{name} must be in [0, 1), got {config[name]}')
+    rule(0 <= frame_drop <= 1, f'frame_drop must be in [0, 1], got {frame_drop}')
     rule(ref_max_seconds >= ref_min_seconds, f'ref_max_seconds {ref_max_seconds} is below ref_min_seconds {ref_min_seconds}')
     rule(not eval_interval or eval_batches > 0, 'eval_batches must be above 0 when eval_interval is')
     divides = lambda a, b: b > 0 and a % b == 0
@@ -272,15 +275,17 @@ def reference(i, by_speaker, rng):
     return codes
 
 
-def make_batch(numbers, by_speaker, rng, train=True):
-    """Row numbers (~row = forced null) -> packed batch. A row that cannot be read is named and another one takes its place."""
+def make_batch(numbers, by_speaker, rng, train=True, texts_of=None):
+    """Row numbers (~row = forced null) -> packed batch. A row that cannot be read is named and another one takes its place. texts_of: rows whose texts are taken."""
     out, bad = [], 0
-    for number in numbers.tolist():
+    for number, of in zip(numbers.tolist(), (numbers if texts_of is None else texts_of).tolist()):
         i = number if number >= 0 else ~number
         null = number < 0 or speaker_of[i] < 0
         try:
-            text = [] if train and text_drop_prob and rng.random() < text_drop_prob else corpus.text(i).tolist()
+            text = [] if train and text_drop_prob and rng.random() < text_drop_prob else corpus.text(of if of >= 0 else ~of).tolist()
             row = {'text': gepard.layout(text, cfg.special_tokens), 'codes': corpus.codes(i)}
+            if train and frame_drop:
+                row['hidden'] = rng.random(len(row['codes'])) < frame_drop * rng.random()
             if num_queries:
                 row |= {'null': null, 'speaker': -1 if null else speaker_of[i], 'ref': None if null else reference(i, by_speaker, rng),
                         'drop': train and rng.random() < null_prob}
@@ -564,24 +569,25 @@ def save():
 
 @torch.no_grad()
 def evaluate():
-    """Means over held-out rows: code loss, stop loss, stop recall and precision at 0.5. Every rank runs as many batches."""
+    """Means over held-out rows: code loss, what the right text gains over that of another row, stop loss, stop recall and precision at 0.5. Every rank runs as many batches."""
     model.eval()
-    total = torch.zeros(7, device=device, dtype=torch.float64)
+    total = torch.zeros(8, device=device, dtype=torch.float64)
     chosen = np.random.default_rng(seed).permutation(val_rows)[:eval_batches * batch_size]
     parts = np.array_split(chosen, -(-len(chosen) // (batch_size * world)) * world)
     for n in range(rank, len(parts), world):
         empty = len(parts[n]) == 0                                      # still runs, so that no rank waits for another
-        batch = to_device(make_batch(parts[n] if not empty else chosen[:1], all_clips, np.random.default_rng([seed, n]), train=False))
+        own = parts[n] if not empty else chosen[:1]
+        batch, wrong = (to_device(make_batch(own, all_clips, np.random.default_rng([seed, n]), train=False, texts_of=t)) for t in (own, np.roll(own, 1)))
         with cast:
-            out = net(batch)
+            out, other = net(batch), net(wrong)
         f, ending = len(out['codes']), out['stop_logits'][len(out['codes']):]
         hits, false = (ending > 0).sum(), (out['stop_logits'][:f] > 0).sum()
-        code = gepard.code_nll(out['logits'], out['codes']).sum()
+        code, misled = (gepard.code_nll(o['logits'], o['codes']).sum() for o in (out, other))
         stop = gepard.stop_nll(out['stop_logits'], gepard.stop_target(out), cfg.stop_pos_weight)
-        total += 0 if empty else torch.stack([torch.as_tensor(x, device=device).double() for x in (code, stop, f, len(ending), hits, false, len(ending) + f)])
+        total += 0 if empty else torch.stack([torch.as_tensor(x, device=device).double() for x in (code, stop, f, len(ending), hits, false, len(ending) + f, misled)])
     model.train()
-    code, stop, frames, stops, hits, false, both = all_sum(total).tolist()
-    return {'val_code': code / frames, 'val_stop': stop / both, 'stop_recall': hits / stops, 'stop_precision': hits / max(hits + false, 1)}
+    code, stop, frames, stops, hits, false, both, misled = all_sum(total).tolist()
+    return {'val_code': code / frames, 'text_gain': (misled - code) / frames, 'val_stop': stop / both, 'stop_recall': hits / stops, 'stop_precision': hits / max(hits + false, 1)}
 
 
 def speak_prompts():

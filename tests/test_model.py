@@ -220,6 +220,21 @@ def test_packed_equals_alone(prefix):
         assert batch['ref_mask'].sum(1).tolist() == [4, 5, 6, 7, 1]
 
 
+def test_hidden_frames():
+    """What a row hides of itself changes no output, nor does it reach the tables; it is predicted all the same."""
+    model = tiny_model()
+    rows = random_rows(model.cfg, [9, 5])
+    for r, hidden in zip(rows, ((1, 2, 7), ())):
+        r['hidden'] = np.isin(np.arange(len(r['codes'])), hidden)
+    out = model(M.pack(rows, model.cfg))
+    for frames, same in (((1, 2, 7), True), ((3,), False)):
+        other = [dict(r, codes=r['codes'].copy()) for r in rows]
+        other[0]['codes'][list(frames)] ^= 1
+        got = model(M.pack(other, model.cfg))
+        assert torch.equal(got['logits'], out['logits']) == torch.equal(got['stop_logits'], out['stop_logits']) == same
+        assert not torch.equal(got['codes'], out['codes'])
+
+
 def test_pack_refuses_a_row_without_frames():
     cfg = tiny_model().cfg
     with pytest.raises(ValueError, match='row 1 has no frames'):

@@ -291,18 +291,29 @@ def test_unreadable_row_is_named_and_left_out(corpus, tmp_path):
     assert sorted(r) == list(range(1, 7)) and all(np.isfinite(x['code']) for x in r.values())
 
 
-def test_rows_that_lose_their_text(corpus, tmp_path):
-    """Two corpora that differ in every text id are one to a run that drops the texts, and two to one that does not."""
-    other = shutil.copytree(corpus, tmp_path / 'other')
-    ids = np.fromfile(other / 'text.bin', '<u4')
-    ((ids + 1) % 256).astype('<u4').tofile(other / 'text.bin')
-    first = {}
-    for drop in (0.0, 0.999):
-        for name, path in (('a', corpus), ('b', other)):
-            out = tmp_path / f'{name}{drop}'
-            run(out, path, '--max_steps=1', f'--text_drop_prob={drop}')
-            first[name, drop] = log(out)[1]['code']
-    assert first['a', 0.999] == first['b', 0.999] and first['a', 0.0] != first['b', 0.0]
+def test_rows_that_lose_text_or_frames(corpus):
+    """What make_batch takes away, in training alone: whole texts, and of each row a share of its frames; and the texts of other rows, for the evaluation."""
+    script = '''
+import json, sys
+import numpy as np, model
+sys.argv = ["pretrain.py"] + sys.argv[1:]
+g = {"__file__": "pretrain.py", "__name__": "__main__", "__doc__": ""}
+exec(compile(open("pretrain.py").read().split("# ---- model")[0], "pretrain.py", "exec"), g)
+g["cfg"] = model.Config(special_tokens=g["meta"]["special_tokens"])
+own = np.repeat(g["train_rows"], 20)
+other = np.roll(own, 30)
+make = lambda rows, **kw: g["make_batch"](rows, g["clips"], np.random.default_rng(0), **kw)
+a, b, c = make(own), make(own, train=False, texts_of=other), make(other, train=False)
+texts = np.split(a["text_ids"].numpy(), np.flatnonzero(a["text_ids"].numpy() == g["cfg"].special_tokens["start_of_speech"]) + 1)[:-1]
+heard = [a["heard"][a["frame_row"] == i] for i in range(len(own))]
+print(json.dumps([len(texts) == len(own), np.mean([len(t) == 3 for t in texts]), [h.float().mean().item() for h in heard if len(h) > 30],
+                  sorted(set(a) - set(b)), b["text_ids"].equal(c["text_ids"]), b["codes"].equal(a["codes"])]))
+'''
+    r = subprocess.run([sys.executable, '-c', script, *TINY, f'--data={corpus}', '--text_drop_prob=0.3', '--frame_drop=0.8'], capture_output=True, text=True, cwd=ROOT)
+    assert not r.returncode, r.stderr
+    whole, lost, heard, taken, wrong_texts, own_codes = json.loads(r.stdout.splitlines()[-1])
+    assert whole and abs(lost - 0.3) < 0.06 and taken == ['heard'] and wrong_texts and own_codes
+    assert abs(np.mean(heard) - 0.6) < 0.05 and min(heard) < 0.35 and max(heard) > 0.95         # each row has its own share, 0 to 0.8
 
 
 def test_another_tokenizer_or_a_second_run_is_refused(corpus, tmp_path):
