@@ -39,6 +39,7 @@ short_fraction = 0.5            # long rows are thinned, anew each epoch, until 
 max_text_tokens = 150           # rows of longer texts are left out
 ref_min_seconds = 3.0           # the reference is the row's own clip, from 6 s on a random crop of it
 ref_max_seconds = 15.0
+frame_drop = 0.0                # as in pretrain.py, for a base that was trained with it; 0 = none
 # optimizer: AdamW, cosine to 0 after linear warmup
 learning_rate = 2e-4            # of adapters, and of the backbone with full
 lr_audio = 0.5                  # multipliers: tables, frame MLP, code and stop heads
@@ -102,6 +103,7 @@ if __name__ == '__main__':
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
     rule(0 <= lora_dropout < 1, f'lora_dropout must be in [0, 1), got {lora_dropout}')
     rule(0 <= short_fraction <= 1, f'short_fraction must be in 0..1, got {short_fraction}')
+    rule(0 <= frame_drop <= 1, f'frame_drop must be in 0..1, got {frame_drop}')
     rule(ref_max_seconds >= ref_min_seconds, f'ref_max_seconds {ref_max_seconds} is below ref_min_seconds {ref_min_seconds}')
     rule(not full or not train_stop_head, "train_stop_head belongs to adapters; with full the stop head is in the group 'audio'")
     rule(full or freeze == ('ref',), 'freeze needs full: adapters freeze everything else anyway')
@@ -261,6 +263,8 @@ if __name__ == '__main__':
         text, codes, ref = c.text(i).tolist(), c.codes(i), None
         copies = gepard.training_repeats(len(text), repetition, rng.random) if train else gepard.repeats(len(text), repetition)
         row = {'text': gepard.layout(text, cfg.special_tokens, copies), 'codes': codes}
+        if train and frame_drop:
+            row['hidden'] = rng.random(len(codes)) < frame_drop * rng.random()
         if cfg.num_queries:
             null = c.rows['speaker'][i] < 0
             if not null:
