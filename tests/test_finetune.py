@@ -337,6 +337,17 @@ def test_evaluations_that_begin_late_have_no_before(place, tmp_path, capsys):
     assert re.search(r'^val, all +8 +nan +\d+\.\d+ +\+nan', text, re.M) and M.read_json(f'{out}/evaluation.json')['before'] == {}
 
 
+def test_hidden_frames_are_of_training_only(place, tmp_path, capsys):
+    """frame_drop changes the first training loss, and not the held-out loss before it."""
+    found = []
+    for drop in (0, 1):
+        out = str(tmp_path / f'{drop}')
+        run(place, out, capsys, '--max_steps=1', f'--frame_drop={drop}')
+        found.append((log(out)[1]['code'], M.read_json(f'{out}/evaluation.json')['before']))
+    (whole, before), (hidden, same) = found
+    assert whole != hidden and abs(whole - hidden) < 5 and before == same and before
+
+
 def test_divergence_is_named(ten, place, tmp_path, capsys):
     out = str(tmp_path / 'run')
     shutil.copytree(ten[0], out)
