@@ -98,19 +98,19 @@ if __name__ == '__main__':
     clips = {}
     for r in (*training, *references, *recordings):
         clips.setdefault(r['speaker'], []).append(r['audio'])
-    voices = {}
+    voices, coded = {}, {}          # and the same through the codec, which moves them all: what is spoken comes through it too
     for name, paths in clips.items():
         audio, k = np.zeros(0, np.float32), 0
-        while k < len(paths) and len(audio) < 20 * 16000:
-            audio, k = np.concatenate((audio, read(paths[k], 16000))), k + 1
-        voices[name] = embed(encoder, [audio])[0]
+        while k < len(paths) and len(audio) < 20 * nano.sample_rate:
+            audio, k = np.concatenate((audio, read(paths[k], nano.sample_rate))), k + 1
+        voices[name], coded[name] = (embed(encoder, to16([a]))[0] for a in (audio, nano.decode(nano.encode([audio]))[0]))
     print(f'{len(voices)} voices', flush=True)
     long = lambda row: row['bucket'] in ('8-14', '15-30')       # a word or two do not tell a voice
     similar = {}
     for what in ('recordings', 'through the codec'):
         for kind in KINDS[:2]:
             at = [i for i, r in enumerate(recordings) if long(r) and r['kind'] == kind]
-            similar[what, kind] = (len(at), *nearest(np.array(heard[what]['vectors'])[at], [recordings[i]['speaker'] for i in at], voices))
+            similar[what, kind] = (len(at), *nearest(np.array(heard[what]['vectors'])[at], [recordings[i]['speaker'] for i in at], voices if what == 'recordings' else coded))
 
     # ---- the runs
     stress, ended, wavs_of = {}, {}, {}
@@ -133,7 +133,7 @@ if __name__ == '__main__':
         for kind in KINDS[:2]:
             own = [s for s in scores if long(s) and s['kind_of_voice'] == kind and s['sample_idx'] == 0 and not s['empty']]
             if own:
-                similar[label, kind] = (len(own), *nearest(embed(encoder, to16(nano.decode([codes_of(s) for s in own]))), [s['voice'] for s in own], voices))
+                similar[label, kind] = (len(own), *nearest(embed(encoder, to16(nano.decode([codes_of(s) for s in own]))), [s['voice'] for s in own], coded))
         wavs_of[label] = scores, codes_of
         print(f'{label}: {len(scores)} clips', flush=True)
 
@@ -150,7 +150,7 @@ if __name__ == '__main__':
     if there:
         lines += [f'![word error rates]({os.path.basename(picture("wer"))})', '']
     lines += ['## Voices', '', f'Clips of 8 words and more: how many a speaker encoder (Resemblyzer) finds nearer to their own voice than to each of {len(voices) - 1} others; mean cosine with their own and '
-              'with the nearest other.', '']
+              'with the nearest other. What went through the codec is held against voices that did too.', '']
     lines += table(('', 'voices', 'clips', 'nearest to its own', 'own', 'nearest other'), [(what, kind, str(n), f'{share:.1%}', f'{mine:.3f}', f'{other:.3f}')
                    for (what, kind), (n, share, mine, other) in similar.items()])
     if there:
