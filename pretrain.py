@@ -42,6 +42,7 @@ null_prob = 0.15                # further rows that get the null prefix at rando
 text_drop_prob = 0.0            # rows that lose their text: speech without words, what guidance (cfg_scale) starts from, Ho & Salimans 2022; 0 = none
 frame_drop = 0.0                # hides frames from the model's own past: each row draws its share of them from 0 to this. A backbone that starts from nothing else goes on
                                 # by ear and never learns to follow the text (Tacotron's pre-net dropout has that purpose); 0 = none
+min_text_tokens = 0             # rows of shorter texts are not learned from
 ref_min_seconds = 3.0           # a reference is a random crop of another clip of the speaker,
 ref_max_seconds = 15.0          # this long where the clip allows
 gradient_accumulation = 2       # micro-batches a step
@@ -97,7 +98,7 @@ def validate():
                  'num_attention_heads', 'num_key_value_heads', 'audio_embed_dim', 'rope_theta', 'prefix_layers', 'prefix_heads'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
     for name in ('max_steps', 'warmup_steps', 'eval_interval', 'num_workers', 'grad_clip', 'weight_decay', 'P', 'M', 'num_queries', 'keep_checkpoints',
-                 'diversity_weight', 'supcon_weight', 'lr_audio', 'lr_embed', 'lr_ref', 'speak_temperature', 'reg_start', 'seed'):
+                 'diversity_weight', 'supcon_weight', 'lr_audio', 'lr_embed', 'lr_ref', 'speak_temperature', 'reg_start', 'min_text_tokens', 'seed'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
     for name in ('null_prob', 'text_drop_prob', 'prefix_dropout', 'beta1', 'beta2'):
         rule(0 <= config[name] < 1, f'{name} must be in [0, 1), got {config[name]}')
@@ -210,6 +211,9 @@ except (ValueError, OSError) as e:
 frame_rate = meta['codec']['sample_rate'] / meta['codec']['hop']        # 21.533, not the 21.5 of published configs
 rows, speaker_of = corpus.rows, corpus.rows['speaker']
 train_rows, val_rows = corpus.split('train'), corpus.split('val')
+train_rows = train_rows[rows['text_len'][train_rows] >= min_text_tokens]
+if not len(train_rows):
+    fail(f'{data} has no training row' + f' of min_text_tokens {min_text_tokens} or more' * (min_text_tokens > 0))
 
 
 def clips_by_speaker(numbers):
@@ -781,7 +785,7 @@ def look_around():
 
 batches, bad_steps, bad_rows, pending = loader(epoch, micro), 0, 0, []
 clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
-start_time, start_step = time.time(), step
+start_time, start_step, eta_known = time.time(), step, False
 if eval_interval and step == 0 and len(val_rows):
     r = evaluate()
     record(r)
@@ -858,6 +862,8 @@ while step < total_steps:
         tally.zero_()
         norms.zero_()
         clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
+        if not eta_known:                                               # compiling is not to be foretold a second time
+            eta_known, start_time, start_step = True, clock, step
     if step % save_interval == 0 or step == total_steps or stop_now:
         settle()
         if not bad_steps or step == total_steps or stop_now:            # not in a bad streak, as long as there is a next time

@@ -200,6 +200,7 @@ def test_divergence_is_named_and_the_last_good_checkpoint_stays(ten, corpus, tmp
     (['--null_prob=1.5'], 'null_prob must be in [0, 1)'),
     (['--data=/nowhere'], '/nowhere/meta.json does not exist'),
     (['--P=6', '--batch_size=14'], 'lower P'),
+    (['--min_text_tokens=1000'], 'no training row of min_text_tokens 1000 or more'),
     (['--num_key_value_heads=3'], 'does not divide'),
     (['--max_position_embeddings=50'], 'max_position_embeddings 50'),
     (['--gradient_accumulation=50'], 'lower gradient_accumulation'),
@@ -292,7 +293,7 @@ def test_unreadable_row_is_named_and_left_out(corpus, tmp_path):
 
 
 def test_rows_that_lose_text_or_frames(corpus):
-    """What make_batch takes away, in training alone: whole texts, and of each row a share of its frames; and the texts of other rows, for the evaluation."""
+    """What make_batch takes away, in training alone: whole texts, and of each row a share of its frames; the texts of other rows, for the evaluation; rows of short texts."""
     script = '''
 import json, sys
 import numpy as np, model
@@ -307,12 +308,14 @@ a, b, c = make(own), make(own, train=False, texts_of=other), make(other, train=F
 texts = np.split(a["text_ids"].numpy(), np.flatnonzero(a["text_ids"].numpy() == g["cfg"].special_tokens["start_of_speech"]) + 1)[:-1]
 heard = [a["heard"][a["frame_row"] == i] for i in range(len(own))]
 print(json.dumps([len(texts) == len(own), np.mean([len(t) == 3 for t in texts]), [h.float().mean().item() for h in heard if len(h) > 30],
-                  sorted(set(a) - set(b)), b["text_ids"].equal(c["text_ids"]), b["codes"].equal(a["codes"])]))
+                  sorted(set(a) - set(b)), b["text_ids"].equal(c["text_ids"]), b["codes"].equal(a["codes"]),
+                  sorted(g["corpus"].split("train")), sorted(g["train_rows"].tolist()), g["rows"]["text_len"].tolist()], default=int))
 '''
-    r = subprocess.run([sys.executable, '-c', script, *TINY, f'--data={corpus}', '--text_drop_prob=0.3', '--frame_drop=0.8'], capture_output=True, text=True, cwd=ROOT)
+    r = subprocess.run([sys.executable, '-c', script, *TINY, f'--data={corpus}', '--text_drop_prob=0.3', '--frame_drop=0.8', '--min_text_tokens=4'], capture_output=True, text=True, cwd=ROOT)
     assert not r.returncode, r.stderr
-    whole, lost, heard, taken, wrong_texts, own_codes = json.loads(r.stdout.splitlines()[-1])
+    whole, lost, heard, taken, wrong_texts, own_codes, every, learned, text_len = json.loads(r.stdout.splitlines()[-1])
     assert whole and abs(lost - 0.3) < 0.06 and taken == ['heard'] and wrong_texts and own_codes
+    assert learned == [n for n in every if text_len[n] >= 4] and len(learned) < len(every)
     assert abs(np.mean(heard) - 0.6) < 0.05 and min(heard) < 0.35 and max(heard) > 0.95         # each row has its own share, 0 to 0.8
 
 
