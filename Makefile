@@ -1,4 +1,4 @@
-# `make demo` goes from nothing to spoken sentences on a CPU; `make test` tests. Both make .venv on first use (about 4 GB).
+# `make demo` goes from nothing to spoken sentences on a CPU; `make test` tests. Both make .venv on first use (3.5 GB with the CPU build of torch).
 #
 # PyPI's torch for Linux brings CUDA along. For a CPU build give the installer its index and name it, or a wheel's path:
 #     make demo TORCH=torch==2.13.0+cpu     PIP_EXTRA_INDEX_URL / UV_INDEX in the environment
@@ -54,6 +54,7 @@ proof-data:
 	$(PY) assets/proof/make_speech.py --kokoro=$(KOKORO)
 	$(PY) prepare.py config/proof_prepare.py
 	$(PY) prepare.py config/proof_prepare.py --sources="({'name': 'proof', 'path': 'data/proof/voices.csv'},)" --out_dir=data/proof_voices --val_share=0.0 --min_clips_per_speaker=1
+	$(PY) -c "import sys; sys.path.insert(0, 'assets/tiny'); import measure; measure.load_whisper()"     # .cache/whisper-base.pt
 
 proof-train:
 	$(PY) pretrain.py config/proof_pretrain.py

@@ -1,7 +1,7 @@
 """
 Preference training, first of three: rollouts of a checkpoint, several of each text in each of several voices.
 
-    python dpo_sample.py config/dpo.py --ckpt=out/finetune/checkpoint-300-merged --prompts=prompts.jsonl --voices=data/corpus
+    python dpo_sample.py config/dpo.py --ckpt=out/finetune/merged --prompts=prompts.jsonl --voices=data/corpus
     torchrun --nproc_per_node=8 dpo_sample.py config/dpo.py ...                    # the same rollouts, shared out over the ranks
     python dpo_sample.py config/dpo.py --run_name=round2 --ckpt=out/dpo/round1/merged   # the next round, from the last one's result
     python dpo_sample.py config/dpo.py --status                                    # from another terminal: how far is it?
@@ -17,7 +17,7 @@ import hashlib, json, os, re, sys, time
 # -----------------------------------------------------------------------------
 out_dir = 'out/dpo'
 run_name = 'round1'             # a round's folder in out_dir
-ckpt = 'out/finetune'           # the policy: a checkpoint folder, a run's folder (its newest checkpoint), or a Hub name
+ckpt = 'out/finetune/merged'    # the policy: a checkpoint folder, a run's folder (its newest checkpoint), or a Hub name
 prompts = ''                    # .jsonl or text file
 language_tags = False           # put each prompt's lang before its text ("es: hola"), for checkpoints whose corpora had such tags
 # voices: wav files, folders (speaker/clip.wav or speaker.wav), corpora of prepare.py (training rows, a clip a speaker)

@@ -31,7 +31,7 @@ full = False                    # True: no adapters, the model itself, but for `
 freeze = ('ref',)               # groups that stay as they are with full: backbone, embed, audio, ref (ref: without SupCon it forgets voices)
 # rows
 batch_size = 16                 # rows of a micro-batch and rank
-gradient_accumulation = 4       # micro-batches a step
+gradient_accumulation = 4       # micro-batches a step and rank: 4 ranks make 256 rows of it; one GPU wants 16 for the same
 epochs = 3
 max_steps = 0                   # ends earlier; 0 = as many as the epochs give
 text_repetition = {'enabled': True}     # put over the checkpoint's: enabled, apply_below (13 text tokens), target_text_tokens, max_repeats, mixed_keep_prob
@@ -39,7 +39,7 @@ short_fraction = 0.5            # long rows are thinned, anew each epoch, until 
 max_text_tokens = 150           # rows of longer texts are left out
 ref_min_seconds = 3.0           # the reference is the row's own clip, from 6 s on a random crop of it
 ref_max_seconds = 15.0
-frame_drop = 0.0                # as in pretrain.py, for a base that was trained with it; 0 = none
+frame_drop = 0.0                # as in pretrain.py; 0 = none, also the better on a base that was trained with it (config/proof_finetune.py)
 # optimizer: AdamW, cosine to 0 after linear warmup
 learning_rate = 2e-4            # of adapters, and of the backbone with full
 lr_audio = 0.5                  # multipliers: tables, frame MLP, code and stop heads

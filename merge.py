@@ -2,8 +2,8 @@
 Folds trained adapters into their base: an adapter folder (fine-tuning or preference training) -> an ordinary checkpoint.
 
     python merge.py --ckpt=out/finetune                                # newest adapters of a run -> out/finetune/checkpoint-300-merged
-    python merge.py --ckpt=out/finetune/checkpoint-200 --out=out/mine  # these, and another name
-    python merge.py --ckpt=out/dpo --base=/disk/gepard-1.0             # the base has moved since; its weights must be the same
+    python merge.py --ckpt=out/finetune --out=out/finetune/merged      # the same under another name
+    python merge.py --ckpt=out/dpo/round1/train --base=/disk/gepard-1.0    # the base has moved since; its weights must be the same
 
 Works on tensors alone, on the CPU: no model is built. Rank and alpha are the adapter's own. W + alpha/rank * B A is made in
 float32 and rounded once to the base's dtype; every other tensor is the base's, bit for bit, but those that were trained

@@ -53,7 +53,7 @@ max_reject_share = 0.05         # more bad rows than this and the run fails at t
 min_clips_per_speaker = 3       # training clips that make a speaker usable: a batch takes K = 3 clips of each; 1 = all are
 singleton_policy = 'null_prefix'    # speakers with fewer: 'null_prefix' keeps their rows without a speaker, 'remove' drops them
 val_share = 0.01                # share of texts held out, by a hash of the text: a sentence that ten voices say is on one side; 0.0 = off
-val_speakers = 0                # so many usable speakers are held out whole, by a hash of the name; 0 = off
+val_speakers = 0                # so many usable speakers are kept out, by a hash of the name, for measuring on them (Corpus.split('val_speakers')); 0 = off
 # how it runs: none of these changes a byte, but for batch_seconds and unit_rows on a GPU, where one code in 300 depends on the clips that
 # share its batch (measured with TF32, which is torch's default); ranks and workers never change one
 device = 'auto'                 # of the codec: 'auto' = cuda where there is one, else cpu

@@ -42,7 +42,7 @@ null_prob = 0.15                # further rows that get the null prefix at rando
 text_drop_prob = 0.0            # rows that lose their text: speech without words, what guidance (cfg_scale) starts from, Ho & Salimans 2022; 0 = none
 frame_drop = 0.0                # hides frames from the model's own past: each row draws its share of them from 0 to this. A backbone that starts from nothing else goes on
                                 # by ear and never learns to follow the text (Tacotron's pre-net dropout has that purpose); 0 = none
-min_text_tokens = 0             # rows of shorter texts are not learned from
+min_text_tokens = 0             # rows of texts with fewer tokens are not learned from; 0 = all
 ref_min_seconds = 3.0           # a reference is a random crop of another clip of the speaker,
 ref_max_seconds = 15.0          # this long where the clip allows
 gradient_accumulation = 2       # micro-batches a step
@@ -225,7 +225,7 @@ def clips_by_speaker(numbers):
 
 clips, all_clips = clips_by_speaker(train_rows), clips_by_speaker(np.arange(len(rows)))
 if num_queries and len(clips) < P:
-    fail(f'P {P} speakers a batch, but {data} has {len(clips)} with training clips: lower P')
+    fail(f'P {P} speakers a batch, but {data} has {len(clips)} with training clips: ' + ('lower P (and M or batch_size with it)' if clips else 'config/no_vc.py trains without voice cloning'))
 if len(train_rows) < batch_size:
     fail(f'batch_size {batch_size}, but {data} has {len(train_rows)} training rows')
 

@@ -3,7 +3,7 @@ Speaks a text with any checkpoint: text (and a reference clip for the voice) -> 
 
     python sample.py --ckpt=out/tiny --text="four two seven" --ref=voice.wav --out=out.wav
     python sample.py --ckpt=out/tiny --file=texts.txt --out=spoken/line.wav        # a line each: spoken/line-1.wav, ...
-    python sample.py --ckpt=out/spanish --text="Hola." --language=es               # as the training corpus was tagged
+    python sample.py --ckpt=CHECKPOINT --text="Hola." --language=es                # where the training corpus was tagged
     python sample.py --ckpt=nineninesix/gepard-1.0 --text="Hello." --stream=true   # audio is written while it is made
 
 Several texts are spoken as one batch. Without --ref a checkpoint with voice cloning speaks with its null prefix (some

@@ -1,8 +1,8 @@
 """
 Publishes a checkpoint on the Hugging Face Hub, with a model card. Private unless --public.
 
-    python upload.py --ckpt=out/finetune/checkpoint-300-merged --repo=you/name --dry_run    # checks, casts, shows the card, sends nothing
-    python upload.py --ckpt=out/finetune/checkpoint-300-merged --repo=you/name --public --languages=en,es --license=apache-2.0
+    python upload.py --ckpt=out/finetune/merged --repo=you/name --dry_run    # checks, casts, shows the card, sends nothing
+    python upload.py --ckpt=out/finetune/merged --repo=you/name --public --languages=en,es --license=apache-2.0
     python upload.py --ckpt=out/pretrain --repo=you/name-resume --training_state            # a run to be gone on with elsewhere
 
 Before anything is sent the folder is checked: required files, names and shapes of all tensors, finite weights, no adapters
@@ -130,7 +130,7 @@ def card(cfg, stages, tensors, published_dtype):
     """README.md: the front matter that the Hub reads, then what training_metadata.json and gepard_config.json say."""
     parents = [s.get('parent') for s in reversed(stages) if hub_name(s.get('parent'))]
     base = base_model or (parents[0] if parents else None)
-    tags = {s['language_tag'] for m in stages for s in m.get('corpus', {}).get('sources', []) if s.get('language_tag')}
+    tags = {s['language_tag'] for m in stages for s in m.get('corpus', {}).get('sources', []) if s.get('language_tag')} | {t for m in stages for t in m.get('corpus', {}).get('languages') or () if t}
     spoken = sorted(languages or tags)
     data = ModelCardData(language=spoken or None, license=license or None, base_model=base, pipeline_tag='text-to-speech', tags=['gepard', 'nanogepard'],
                          **({'base_model_relation': 'finetune'} if base else {}))

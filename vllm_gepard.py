@@ -38,7 +38,7 @@ def register():
     try:
         import vllm
     except ImportError as e:
-        raise ImportError(f'vLLM cannot be imported ({e}): pip install -r requirements-vllm.txt') from None
+        raise ImportError(f'vLLM cannot be imported ({e}): it wants an environment of its own, docs/serving.md') from None
     version = tuple(int(x) for x in vllm.__version__.split('.')[:2])
     if not VERSIONS[0] <= version <= VERSIONS[1]:
         raise ImportError(f'vLLM {vllm.__version__} is not supported, only {".".join(map(str, VERSIONS[0]))} to {".".join(map(str, VERSIONS[1]))}')

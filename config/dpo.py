@@ -1,5 +1,5 @@
 # Preference training, a round: the same file for its three scripts, each of which has the names of its own part.
-#   python dpo_sample.py config/dpo.py --ckpt=out/finetune/checkpoint-300-merged --run_name=round1
+#   python dpo_sample.py config/dpo.py --ckpt=out/finetune/merged --run_name=round1
 #   python dpo_score.py config/dpo.py --run_name=round1
 #   python dpo_train.py config/dpo.py --run_name=round1
 #   python dpo_sample.py config/dpo.py --ckpt=out/dpo/round1/merged --run_name=round2      and so on: two rounds with equal settings
@@ -8,6 +8,7 @@ out_dir = 'out/dpo'
 if 'prompts' in globals():          # dpo_sample.py
     prompts = 'data/prompts.jsonl'  # {"id": ..., "text": ..., "category": ..., "lang": ...} a line
     voices = ('data/corpus',)
+    language_tags = True            # as config/prepare.py tags; False for a corpus without
 if 'asr' in globals():              # dpo_score.py
     asr = 'large-v3'
     speaker_model = 'microsoft/wavlm-base-plus-sv'

@@ -5,9 +5,9 @@ sources = (
      'columns': {'audio': 'audio', 'text': 'text_normalized', 'speaker': 'speaker_id'}},
     {'name': 'lj', 'path': 'data/raw/LJSpeech-1.1/metadata.csv', 'language_tag': 'en'},                 # one voice without a name: null rows
     {'name': 'mls_es', 'path': 'data/raw/mls_es/train.tsv', 'language_tag': 'es', 'root': 'data/raw/mls_es/audio'},
-    {'name': 'studio', 'path': 'data/raw/studio'},                                                      # <speaker>/<clip>.wav + .txt
+    {'name': 'studio', 'path': 'data/raw/studio', 'language_tag': 'en'},                                # <speaker>/<clip>.wav + .txt
     {'name': 'hub', 'path': 'someone/speech', 'kind': 'hf', 'subset': 'es', 'language_tag': 'es', 'streaming': True},   # nothing of it is stored but the corpus
-    {'name': 'tokens', 'path': 'data/raw/tokens', 'kind': 'hf', 'split': 'train', 'max_rows': 2_000_000},   # nano_layer_1..8, already encoded
+    {'name': 'tokens', 'path': 'data/raw/tokens', 'kind': 'hf', 'split': 'train', 'max_rows': 2_000_000, 'language_tag': 'en'},  # nano_layer_1..8, already encoded
 )
 out_dir = 'data/corpus'
 val_share = 0.002           # of texts; at 20 million rows 1 % is more than an evaluation reads

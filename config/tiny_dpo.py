@@ -4,9 +4,9 @@
 #   python dpo_score.py config/tiny_dpo.py
 #   python dpo_train.py config/tiny_dpo.py
 # Before and after, with other seeds:
-#   python dpo_sample.py config/tiny_dpo.py --run_name=before --rollouts=4 --seed=1
+#   python dpo_sample.py config/tiny_dpo.py --run_name=before --rollouts=4 --seed=2
 #   python dpo_score.py config/tiny_dpo.py --run_name=before --eval
-#   python dpo_sample.py config/tiny_dpo.py --run_name=after --rollouts=4 --seed=1 --ckpt=out/tiny_dpo/round1/merged
+#   python dpo_sample.py config/tiny_dpo.py --run_name=after --rollouts=4 --seed=2 --ckpt=out/tiny_dpo/round1/merged
 #   python dpo_score.py config/tiny_dpo.py --run_name=after --eval --compare=before
 out_dir = 'out/tiny_dpo'
 if 'prompts' in globals():          # dpo_sample.py

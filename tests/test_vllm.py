@@ -501,5 +501,5 @@ else:
 
     def test_without_vllm(monkeypatch):
         monkeypatch.setitem(sys.modules, 'vllm', None)
-        with pytest.raises(ImportError, match='requirements-vllm.txt'):
+        with pytest.raises(ImportError, match='docs/serving.md'):
             V.register()

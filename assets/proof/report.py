@@ -1,7 +1,7 @@
 """The report of the proof: docs/results.md and its pictures, from what dpo_sample.py spoke and dpo_score.py heard of the held-out texts.
 
     python assets/proof/report.py                   # after `make proof`, or any part of it: a run that is not there is left out and named
-    python assets/proof/report.py --samples=true    # some clips into assets/samples too
+    python assets/proof/report.py --samples=true    # some clips of the last stage into assets/samples too
 
 A run is out/proof/dpo/test_NAME (config/proof_dpo.py shows the two commands that make one). Measured here: word error rates by words of
 the text and by kind of voice, of the runs, of the recordings and of these through the codec; which voice a speaker encoder takes each clip for;
@@ -20,10 +20,11 @@ base = 'out/proof/base'         # of pretrain.py: metrics.jsonl
 codec = 'assets/tiny/codec.nemo'
 asr = '.cache/whisper-base.pt'  # as in config/proof_dpo.py
 asr_window = 8.0
-samples = False                 # True: clips of the last run that is there into assets/samples
+samples = False                 # True: clips of the last stage that is there into assets/samples
 # ----------------------------------------------------------------------------
 NAMES = {'base': 'base', 'sft': 'SFT', 'sft_cfg': 'SFT + guidance', 'dpo1': 'DPO 1', 'dpo2': 'DPO 2', 'plain': 'SFT without repetition', 'dpo1_nocfg': 'DPO 1, pairs without guidance',
          'nosupcon': 'base without SupCon'}
+STAGES = ('base', 'SFT', 'SFT + guidance', 'DPO 1', 'DPO 2')        # of these the picture
 BUCKETS = ('known', '1', '2-3', '4-7', '8-14', '15-30')
 KINDS = ('seen', 'unseen', 'null')
 
@@ -94,10 +95,12 @@ if __name__ == '__main__':
     results = {what: [{'text': normalise(r['text']), 'transcript': normalise(t), 'bucket': r['bucket'], 'kind': r['kind']}
                       for r, t in zip(recordings, heard[what]['transcripts'])] for what in ('recordings', 'through the codec')}
 
-    # ---- voices: a speaker vector of about 20 s of each; the unseen ones have their reference and held-out recordings only
+    # ---- voices: a speaker vector of about 20 s of each; the unseen ones have their reference and held-out recordings only.
+    # Those that make_speech.py draws between others are too near to these for any encoder
     clips = {}
     for r in (*training, *references, *recordings):
-        clips.setdefault(r['speaker'], []).append(r['audio'])
+        if not r['speaker'].startswith(('between', 'mix')):
+            clips.setdefault(r['speaker'], []).append(r['audio'])
     voices, coded = {}, {}          # and the same through the codec, which moves them all: what is spoken comes through it too
     for name, paths in clips.items():
         audio, k = np.zeros(0, np.float32), 0
@@ -149,7 +152,7 @@ if __name__ == '__main__':
     lines += table(('', 'voices', *BUCKETS, 'all'), [(what, kind, *wer_cells(own)) for what, rows in results.items() for kind in KINDS if (own := [r for r in rows if r['kind'] == kind])])
     if there:
         lines += [f'![word error rates]({os.path.basename(picture("wer"))})', '']
-    lines += ['## Voices', '', f'Clips of 8 words and more: how many a speaker encoder (Resemblyzer) finds nearer to their own voice than to each of {len(voices) - 1} others; mean cosine with their own and '
+    lines += ['## Voices', '', f'Clips of 8 words and more: how many a speaker encoder (Resemblyzer) finds nearer to their own voice than to each of {len(voices) - 1} others (the grid of warps, Kokoro\'s voices and their replays); mean cosine with their own and '
               'with the nearest other. What went through the codec is held against voices that did too.', '']
     lines += table(('', 'voices', 'clips', 'nearest to its own', 'own', 'nearest other'), [(what, kind, str(n), f'{share:.1%}', f'{mine:.3f}', f'{other:.3f}')
                    for (what, kind), (n, share, mine, other) in similar.items()])
@@ -162,7 +165,8 @@ if __name__ == '__main__':
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
         import jiwer
         for ax, kind in zip(axes, KINDS):
-            for what, rows in results.items():
+            for what in ('recordings', 'through the codec', *(s for s in STAGES if s in results)):
+                rows = results[what]
                 y = [jiwer.wer([r['text'] for r in own], [r['transcript'] for r in own]) if (own := [r for r in rows if (r['bucket'], r['kind']) == (b, kind)]) else np.nan for b in BUCKETS]
                 ax.plot(BUCKETS, y, 'o-', label=what)
             ax.set(title=f'{kind} voices', xlabel='words', ylabel='WER')
@@ -187,8 +191,8 @@ if __name__ == '__main__':
         f.write('\n'.join(lines).rstrip() + '\n')
     os.replace(out + '.tmp', out)
     print(f'{out} written')
-    if samples and there:
-        scores, codes_of = wavs_of[label]
+    if samples and (spoken := [s for s in STAGES if s in wavs_of and '+' not in s]):
+        scores, codes_of = wavs_of[spoken[-1]]
         os.makedirs(os.path.join(ROOT, 'assets', 'samples'), exist_ok=True)
         for kind in KINDS:
             for bucket in ('known', '4-7', '15-30'):

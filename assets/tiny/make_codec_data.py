@@ -136,7 +136,7 @@ def espeak_voice():
 
 
 def kokoro_voice(folder):
-    """speak(text, voice, speed), and the English voice names."""
+    """speak(text, voice, speed, style), and {English voice: its styles [510, 256], by length of the text}. style: other styles said as that voice says its words."""
     import onnxruntime as ort
     from hibari.g2p import G2P
     options = ort.SessionOptions()
@@ -146,14 +146,14 @@ def kokoro_voice(folder):
     voices = {os.path.basename(p)[:-4]: np.fromfile(p, np.float32).reshape(510, 256)
               for p in sorted(glob.glob(f'{folder}/voices/[ab][fm]_*.bin'))}
     g2p = {'a': G2P(british=False), 'b': G2P(british=True)}
-    def speak(text, voice, speed=1.0):
+    def speak(text, voice, speed=1.0, style=None):
         phonemes = g2p[voice[0]](text)
         phonemes = phonemes[0] if isinstance(phonemes, tuple) else phonemes
         ids = [vocab[c] for c in phonemes if c in vocab][:508]
-        audio = session.run(None, {'tokens': np.array([[0, *ids, 0]], np.int64), 'style': voices[voice][len(ids) - 1][None],
+        audio = session.run(None, {'tokens': np.array([[0, *ids, 0]], np.int64), 'style': (voices[voice] if style is None else style)[len(ids) - 1][None],
                                    'speed': np.array([speed], np.float32)})[0]
         return to_rate(np.asarray(audio, np.float32).ravel(), 24000)
-    return speak, list(voices)
+    return speak, voices
 
 
 def near_held(warp):
@@ -179,8 +179,8 @@ def clips(kind, seed, kokoro):
             try: yield speak(text, voice, rng.randint(130, 210), rng.randint(20, 80), rng.randint(20, 80)), voice, text
             except ValueError: ESPEAK.remove(voice)                           # a variant this build of espeak does not have
     else:
-        speak, names = kokoro_voice(kokoro)
-        names = [n for n in names if n not in HELD_KOKORO]
+        speak, styles = kokoro_voice(kokoro)
+        names = [n for n in styles if n not in HELD_KOKORO]
         for i, text in enumerate(texts):
             name = names[i % len(names)]
             if len(text) < 60: yield speak(text, name, rng.uniform(.85, 1.2)), name, text
