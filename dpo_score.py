@@ -206,8 +206,9 @@ class Listener:
         import numpy as np
         import torch
         encoder, dims = self.model.encoder, self.model.dims
-        encoder.positional_embedding, dims.n_audio_ctx = self.positions[:int(seconds * 50)], int(seconds * 50)
-        audio = np.stack([self.whisper.pad_or_trim(np.asarray(c, np.float32), int(seconds * 16000)) for c in clips])
+        n = round(seconds * 50)                                         # positions of 320 samples each
+        encoder.positional_embedding, dims.n_audio_ctx = self.positions[:n], n
+        audio = np.stack([self.whisper.pad_or_trim(np.asarray(c, np.float32), n * 320) for c in clips])
         mel = self.whisper.log_mel_spectrogram(torch.from_numpy(audio).to(self.device), dims.n_mels)
         options = self.whisper.DecodingOptions(language=language or ('en' if not self.model.is_multilingual else None), without_timestamps=True,
                                                fp16=self.device == 'cuda')
@@ -221,8 +222,8 @@ class Listener:
         texts = [''] * len(pieces)
         for language in sorted(set(languages)):
             own = sorted((n for n, (i, _) in enumerate(pieces) if languages[i] == language), key=lambda n: len(pieces[n][1]))
-            short = [n for n in own if len(pieces[n][1]) <= self.window * 16000]
-            again = [n for n in own if len(pieces[n][1]) > self.window * 16000]
+            fits = lambda n: len(pieces[n][1]) <= round(self.window * 50) * 320
+            short, again = [n for n in own if fits(n)], [n for n in own if not fits(n)]
             for window, waiting in ((self.window, short), (30.0, again)):
                 for k in range(0, len(waiting), batch):
                     rows = waiting[k:k + batch]

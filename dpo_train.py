@@ -50,7 +50,7 @@ device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = that of the reference log-probs
 seed = 0
 # -----------------------------------------------------------------------------
-FREE = ('out_dir', 'run_name', 'ckpt', 'log_interval', 'eval_interval', 'save_interval', 'keep_checkpoints', 'device', 'max_bad_steps')
+FREE = ('out_dir', 'run_name', 'ckpt', 'gradient_accumulation', 'log_interval', 'eval_interval', 'save_interval', 'keep_checkpoints', 'device', 'max_bad_steps')
 from configurator import configure
 config = configure(globals())
 run = os.path.join(out_dir, run_name)
@@ -127,6 +127,7 @@ try:
     if rank == 0:
         lock = open(os.path.join(train_dir, 'lock'), 'w')               # held until this process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        gepard.remove_unfinished(train_dir)
     if os.path.exists(merged_dir):
         fail(f'{merged_dir} exists: this round is finished')
     content = gepard.read_json(os.path.join(run, 'pairs.json'))
@@ -159,7 +160,9 @@ try:
     if newest:
         adapter = lora.load_adapter(model, newest, base)
         state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True)
-        step = state['step']
+        step, now = state['step'], batch_size * gradient_accumulation * world
+        if state.get('per_step', now) != now:
+            fail(f"{newest} was trained with {state['per_step']} pairs a step, now they are {now}: batch_size x gradient_accumulation x ranks must stay")
         changed = [k for k in config if k not in FREE and json.dumps(adapter['config'].get(k)) != json.dumps(config[k])]
         if changed or adapter['pairs_hash'] != pairs_hash:
             fail(f'{newest} was trained with other ' + (', '.join(changed) or 'pairs') + f': delete {train_dir} to start anew')
@@ -173,6 +176,7 @@ model.stop_head.requires_grad_(stop_lr > 0)
 for p in model.parameters():                    # as the reference was made: frozen weights in its dtype; what is trained stays float32
     if not p.requires_grad:
         p.data = p.data.to(compute)
+model.audio_embed_scale = model.audio_embed_scale.to(compute)           # a buffer, rounded there too
 model.to(device)
 cast = torch.autocast(device, compute) if compute != torch.float32 else nullcontext()
 trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -260,7 +264,7 @@ def save():
         shutil.rmtree(path, ignore_errors=True)                         # of that name and not whole: not ours
         with writing(path):
             lora.save_adapter(path, lora.adapter_state(model), adapter | {'step': step}, content['policy'], base_hash,
-                              lambda folder: torch.save({'optimizer': optimizer.state_dict(), 'step': step}, os.path.join(folder, 'resume.pt')))
+                              lambda folder: torch.save({'optimizer': optimizer.state_dict(), 'step': step, 'per_step': per_step}, os.path.join(folder, 'resume.pt')))
         for _, old in gepard.checkpoints(train_dir, file='adapter.safetensors')[:-keep_checkpoints] if keep_checkpoints else []:
             shutil.rmtree(old)
         say(f'saved {path}')

@@ -174,6 +174,7 @@ if __name__ == '__main__':
         if rank == 0:
             lock = open(os.path.join(out_dir, 'lock'), 'w')             # held until this process ends
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            gepard.remove_unfinished(out_dir)
         other = gepard.latest_checkpoint(out_dir, file='adapter.safetensors' if full else 'model.safetensors')
         for stage in [gepard.read_json(os.path.join(f, 'training_metadata.json')).get('stage') for f in (newest, other) if f]:
             if stage != 'finetune':
@@ -195,6 +196,9 @@ if __name__ == '__main__':
             try:
                 state = torch.load(os.path.join(newest, 'resume.pt'), map_location='cpu', weights_only=True)
                 step, epoch, done = state['step'], state['epoch'], state['rows']
+                if any(k in before and before[k] != config[k] for k in ('short_fraction', 'max_text_tokens')):
+                    say(f'  so epoch {epoch} has other rows and starts over')
+                    done = 0
             except Exception as e:          # cut or foreign: many types, some with a page of text
                 raise ValueError(f'{newest}/resume.pt: cannot be read ({type(e).__name__})') from None
         elif os.path.exists(os.path.join(base, 'adapter.safetensors')) or gepard.latest_checkpoint(base, file='adapter.safetensors'):
@@ -237,6 +241,8 @@ if __name__ == '__main__':
             return c
 
         corpus = open_corpus(data)
+        if newest and any(metadata['corpus'].get(k) != corpus.meta.get(k) for k in ('rows', 'frames')):
+            raise ValueError(f'{data} is another corpus than {newest} was made with: choose another out_dir')
         others = {name: open_corpus(path) for name, path in val_corpora.items()}
         for c in others.values():
             if of_file(c) and of_file(corpus) and of_file(c) != of_file(corpus):
@@ -346,8 +352,9 @@ if __name__ == '__main__':
     cast = torch.autocast(device, compute) if compute != torch.float32 and not ddp else nullcontext()
     multipliers = {'backbone': 1.0, 'audio': lr_audio, 'embed': lr_embed, 'ref': lr_ref}
     optimizer = torch.optim.AdamW(gepard.param_groups(model, learning_rate, multipliers, 0.0), betas=(0.9, 0.999), eps=1e-8, fused=True)
+    params = dict(model.named_parameters())     # now: after a forward without a backward, FSDP's root shows its gathered 16-bit copies instead
     if state:
-        for name, p in model.named_parameters():
+        for name, p in params.items():
             if name in state['optimizer']:
                 optimizer.state[p] = {k: distribute_tensor(v, p.device_mesh, p.placements, src_data_rank=None) if isinstance(p, DTensor) and v.dim()
                                       else v.to(device) for k, v in state['optimizer'][name].items()}
@@ -396,7 +403,6 @@ if __name__ == '__main__':
         path = os.path.join(out_dir, f'checkpoint-{step}')
         if path == gepard.latest_checkpoint(out_dir, file=file):
             return
-        params = dict(model.named_parameters())
         weights = {n: whole(v) for n, v in (model.state_dict().items() if full else ((n, params[n]) for n in trained))}
         if not all(torch.isfinite(v).all() for v in weights.values()):
             fail(f'the weights are not finite after step {step}; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir, file=file)}')

@@ -591,20 +591,22 @@ def diversity(q, gamma=0.5):
 def supcon(features, speakers, null, temperature=0.1):
     """Supervised contrastive loss, Khosla 2020 (L_out): features [B, d] of unit length, speakers [B], null [B] rows left out.
     Returns the mean over anchors that have a positive (0 without one) and a dict of means over pairs: positive and
-    negative cosine, anchors, positives an anchor. No host sync: rows are masked, not removed."""
-    z = features.float()
-    ok = ~null & (speakers >= 0)
-    other = ok[:, None] & ok[None] & ~torch.eye(len(z), dtype=torch.bool, device=z.device)
-    positive = other & (speakers[:, None] == speakers[None])
-    cosine = z @ z.T
-    sim = (cosine / temperature).masked_fill(~other, -1e9)
-    log_p = sim - sim.logsumexp(1, keepdim=True)
-    n = positive.sum(1)
-    anchors = (n > 0).sum()
-    loss = -((log_p * positive).sum(1) / n.clamp(min=1)).sum() / anchors.clamp(min=1)
-    mean = lambda mask: ((cosine * mask).sum() / mask.sum().clamp(min=1)).detach()
-    return loss, {'positive': mean(positive), 'negative': mean(other & ~positive), 'anchors': anchors,
-                  'positives_per_anchor': n.sum() / anchors.clamp(min=1)}
+    negative cosine, anchors, positives an anchor. No host sync: rows are masked, not removed. Not under autocast: cosines near 1
+    would come in steps of 1/256, a tenth of which is the temperature."""
+    with torch.autocast(features.device.type, enabled=False):
+        z = features.float()
+        ok = ~null & (speakers >= 0)
+        other = ok[:, None] & ok[None] & ~torch.eye(len(z), dtype=torch.bool, device=z.device)
+        positive = other & (speakers[:, None] == speakers[None])
+        cosine = z @ z.T
+        sim = (cosine / temperature).masked_fill(~other, -1e9)
+        log_p = sim - sim.logsumexp(1, keepdim=True)
+        n = positive.sum(1)
+        anchors = (n > 0).sum()
+        loss = -((log_p * positive).sum(1) / n.clamp(min=1)).sum() / anchors.clamp(min=1)
+        mean = lambda mask: ((cosine * mask).sum() / mask.sum().clamp(min=1)).detach()
+        return loss, {'positive': mean(positive), 'negative': mean(other & ~positive), 'anchors': anchors,
+                      'positives_per_anchor': n.sum() / anchors.clamp(min=1)}
 
 
 def gather_rows(x):
@@ -1169,6 +1171,13 @@ def write_folder(path, write):
         fsync(folder)
     os.rename(tmp, path)
     fsync(os.path.dirname(os.path.abspath(path)))
+
+
+def remove_unfinished(out_dir):
+    """What killed saves have left of checkpoints; for a process that holds the folder's lock."""
+    for name in os.listdir(out_dir):
+        if name.startswith('checkpoint-') and name.endswith('.tmp'):
+            shutil.rmtree(os.path.join(out_dir, name))
 
 
 def save_checkpoint(path, state, cfg, tokenizer, metadata, extra=None):

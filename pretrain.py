@@ -197,6 +197,7 @@ try:
     if rank == 0:
         lock = open(os.path.join(out_dir, 'lock'), 'w')                 # held until this process ends
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        gepard.remove_unfinished(out_dir)
     corpus = Corpus(data)
     meta = corpus.meta
     tokenizer, tokenizer_file = load_tokenizer(beside(meta['tokenizer']['id']))
@@ -223,9 +224,11 @@ def clips_by_speaker(numbers):
     names, starts = np.unique(speaker_of[numbers], return_index=True)
     return dict(zip(names.tolist(), np.split(numbers, starts[1:])))
 
-clips, all_clips = clips_by_speaker(train_rows), clips_by_speaker(np.arange(len(rows)))
+clips = {s: c for s, c in clips_by_speaker(train_rows).items() if len(c) >= K}         # those with fewer, of min_text_tokens, are null rows
+voices, all_clips = clips_by_speaker(corpus.split('train')), clips_by_speaker(np.arange(len(rows)))      # where references come from: in training, in evaluation
+voiced = np.isin(speaker_of[train_rows], list(clips))
 if num_queries and len(clips) < P:
-    fail(f'P {P} speakers a batch, but {data} has {len(clips)} with training clips: ' + ('lower P (and M or batch_size with it)' if clips else 'config/no_vc.py trains without voice cloning'))
+    fail(f'P {P} speakers a batch, but {data} has {len(clips)} with {K} training clips: ' + ('lower P (and M or batch_size with it)' if clips else 'config/no_vc.py trains without voice cloning'))
 if len(train_rows) < batch_size:
     fail(f'batch_size {batch_size}, but {data} has {len(train_rows)} training rows')
 
@@ -259,7 +262,7 @@ def plan_epoch(epoch):
                 heapq.heappush(heap, (n, rng.random(), s))
         batches.append(np.concatenate(batch))
     batches = np.stack(batches)[rng.permutation(len(batches))]
-    pool = train_rows[speaker_of[train_rows] < 0]
+    pool = train_rows[~voiced]
     pool = pool if len(pool) else train_rows                            # no null rows in the corpus: any row, without its voice
     nulls = np.resize(rng.permutation(pool), len(batches) * M).reshape(len(batches), M)
     return np.concatenate((batches, ~nulls), 1)
@@ -307,7 +310,7 @@ class Batches(torch.utils.data.Dataset):
     """Micro-batches; their randomness depends on seed, epoch and number alone, not on ranks or workers."""
     def __getitem__(self, item):
         at, then, n, numbers = item
-        return make_batch(numbers, clips, np.random.default_rng([seed, at[0], n])) | {'at': at, 'then': then}
+        return make_batch(numbers, voices, np.random.default_rng([seed, at[0], n])) | {'at': at, 'then': then}
 
 
 def stream(epoch, micro):
@@ -389,7 +392,9 @@ try:
         if any(metadata['corpus'].get(k) != meta.get(k) for k in ('rows', 'frames')):
             say(f'  {data} is another corpus than before')
             changed.append('data')
-        if micro and {'data', 'batch_size', 'P', 'K', 'M', 'seed', 'num_queries'} & set(changed):
+        if before.get('min_text_tokens', 0) != min_text_tokens:
+            changed.append('min_text_tokens')
+        if micro and {'data', 'min_text_tokens', 'batch_size', 'P', 'K', 'M', 'seed', 'num_queries'} & set(changed):
             say(f'  so epoch {epoch} has other batches and starts over')
             micro = 0
         for key, want in (audio | (shape if init_from == 'scratch' else {})).items():
@@ -498,7 +503,7 @@ if newest:
 # ---- schedule, in words
 
 plan = plan_epoch(0)
-micros_per_epoch, shown = len(plan), np.bincount(plan[plan >= 0], minlength=len(rows))[train_rows[speaker_of[train_rows] >= 0] if num_queries else train_rows]
+micros_per_epoch, shown = len(plan), np.bincount(plan[plan >= 0], minlength=len(rows))[train_rows[voiced] if num_queries else train_rows]
 steps_per_epoch = micros_per_epoch // per_step
 if steps_per_epoch == 0:
     fail(f'an epoch has {micros_per_epoch} micro-batches, one step takes {world} ranks x {gradient_accumulation}: '
@@ -507,7 +512,7 @@ left = (epochs - epoch - 1) * steps_per_epoch + (micros_per_epoch - micro) // pe
 total_steps = max(step + left, step) if not max_steps else min(max_steps, step + left)
 mean_frames, mean_text = rows['frame_len'][train_rows].mean(), rows['text_len'][train_rows].mean()
 say(f"corpus {data}: {len(train_rows):,} training rows, {len(val_rows):,} held out, {rows['frame_len'].sum() / frame_rate / 3600:.2f} hours, "
-    f"{len(clips):,} speakers, {int((speaker_of[train_rows] < 0).sum()):,} null rows")
+    f"{len(clips):,} speakers, {int((~voiced).sum()):,} null rows")
 say(f'batch: {batch_size} rows' + (f' = {P} speakers x {K} clips + {M} null rows' if num_queries else '')
     + f' x {gradient_accumulation} micro-batches x {world} ranks '
     f'= {batch_size * per_step:,} rows, about {batch_size * per_step * (mean_frames + mean_text + num_queries + 3):,.0f} tokens, '
@@ -577,11 +582,11 @@ def evaluate():
     model.eval()
     total = torch.zeros(8, device=device, dtype=torch.float64)
     chosen = np.random.default_rng(seed).permutation(val_rows)[:eval_batches * batch_size]
-    parts = np.array_split(chosen, -(-len(chosen) // (batch_size * world)) * world)
+    parts, strangers = (np.array_split(x, -(-len(chosen) // (batch_size * world)) * world) for x in (chosen, np.roll(chosen, 1)))
     for n in range(rank, len(parts), world):
         empty = len(parts[n]) == 0                                      # still runs, so that no rank waits for another
-        own = parts[n] if not empty else chosen[:1]
-        batch, wrong = (to_device(make_batch(own, all_clips, np.random.default_rng([seed, n]), train=False, texts_of=t)) for t in (own, np.roll(own, 1)))
+        own, stranger = (x[n] if not empty else chosen[:1] for x in (parts, strangers))
+        batch, wrong = (to_device(make_batch(own, all_clips, np.random.default_rng([seed, n]), train=False, texts_of=t)) for t in (own, stranger))
         with cast:
             out, other = net(batch), net(wrong)
         f, ending = len(out['codes']), out['stop_logits'][len(out['codes']):]
@@ -634,18 +639,22 @@ def look_inside():
         out = model(batch)
     model.train()
     norm, cosine = lambda x: x.float().norm(dim=-1).mean().item(), torch.nn.functional.cosine_similarity
-    embed = full(model.model.embed_tokens.weight.detach())[watched]
-    tables = full(model.audio_embeddings.weight.detach()).split(cfg.levels)
+    own = lambda name: full(dict(named)[name].detach())                 # the masters: after a forward, FSDP's root shows its 16-bit copies
+    embed, tables = own('model.embed_tokens.weight')[watched], own('audio_embeddings.weight').split(cfg.levels)
+    text_at = batch['text_at'][batch['text_at'] < batch['last_at'][-1]]  # without what fills up
     ranks = [effective_rank(t) for t in tables]
-    r = {'text_norm': norm(out['inputs'][batch['text_at']]), 'audio_norm': norm(out['inputs'][batch['frame_at']]),
+    r = {'text_norm': norm(out['inputs'][text_at]), 'audio_norm': norm(out['inputs'][batch['frame_at']]),
          'text_cosine_to_start': cosine(embed, anchor).mean().item(), 'text_drift': ((embed - anchor).norm() / anchor.norm()).item(),
          'text_rank': effective_rank(embed - embed.mean(0)), 'table_rank': ranks, 'table_rank_share': float(np.mean([a / n for a, n in zip(ranks, cfg.levels)])),
-         'text_audio_cosine': [cosine(h[batch['text_at']].float().mean(0), h[batch['frame_at']].float().mean(0), dim=0).item() for h in batch['states']]}
+         'text_audio_cosine': [cosine(h[text_at].float().mean(0), h[batch['frame_at']].float().mean(0), dim=0).item() for h in batch['states']]}
     if num_queries:
-        q = torch.nn.functional.normalize(out['q'].float(), dim=-1)
-        n = q.shape[1]
-        r |= {'prefix_norm': norm(out['inputs'][batch['prefix_at']]), 'null_norm': norm(full(model.null_prefix.detach())),
-              'query_cosine': ((q @ q.mT).sum().item() / len(q) - n) / max(n * (n - 1), 1), 'query_spread': out['q'].float().std(1, unbiased=False).mean().item()}
+        r['null_norm'] = norm(own('null_prefix'))
+        heard, n = ~batch['drop'], num_queries
+        if heard.any():                                                 # the others have the null prefix
+            spoken = out['q'][heard].float()
+            q = torch.nn.functional.normalize(spoken, dim=-1)
+            r |= {'prefix_norm': norm(out['inputs'][batch['prefix_at']].unflatten(0, (len(heard), n))[heard]),
+                  'query_cosine': ((q @ q.mT).sum().item() / len(q) - n) / max(n * (n - 1), 1), 'query_spread': spoken.std(1, unbiased=False).mean().item()}
     return r
 
 
@@ -784,14 +793,14 @@ def look_around():
         curves()
 
 batches, bad_steps, bad_rows, pending = loader(epoch, micro), 0, 0, []
-clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
-start_time, start_step, eta_known = time.time(), step, False
 if eval_interval and step == 0 and len(val_rows):
     r = evaluate()
     record(r)
     say('step 0: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()) + f' (code loss of a blind guess: {sum(map(math.log, cfg.levels)):.1f})')
 elif eval_due() and all_sum(torch.tensor(float(rank == 0 and not seen), device=device)).item():
     look_around()                                                       # the run was stopped between saving and this
+clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
+start_time, start_step, eta_known = time.time(), step, False
 while step < total_steps:
     t = time.time()
     try:
@@ -849,7 +858,7 @@ while step < total_steps:
         sums = (all_sum(tally) / steps_done).tolist()
         v = dict(zip(TALLY, sums))
         hits, false, stops, forced, random = (v.pop(k) for k in ('hits', 'false', 'stops', 'nulls_forced', 'nulls_random'))
-        v |= {'train_stop_recall': hits / stops, 'train_stop_precision': hits / max(hits + false, 1), 'null_forced': forced / stops, 'null_random': random / max(stops - forced, 1),
+        v |= {'train_stop_recall': hits / stops, 'train_stop_precision': hits / max(hits + false, 1e-9), 'null_forced': forced / stops, 'null_random': random / max(stops - forced, 1),
               'level': sums[len(TALLY):], 'grad_norm': float(norm), **{'grad_norm_' + k: x / steps_done for k, x in zip(PARTS, norms.tolist())},
               'lr': learning_rate * lr_factor(step - 1), 'epoch': epoch, 'bad_rows': bad_rows, 'step_ms': 1000 * seconds / steps_done, 'tokens_per_s': tokens * world / seconds,
               'audio_s_per_s': audio_frames * world / frame_rate / seconds, 'mfu': flops / seconds / 1e12 / peak_tflops, 'loader_wait': waited / seconds,
@@ -864,6 +873,7 @@ while step < total_steps:
         clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
         if not eta_known:                                               # compiling is not to be foretold a second time
             eta_known, start_time, start_step = True, clock, step
+    pause = time.time()
     if step % save_interval == 0 or step == total_steps or stop_now:
         settle()
         if not bad_steps or step == total_steps or stop_now:            # not in a bad streak, as long as there is a next time
@@ -872,10 +882,8 @@ while step < total_steps:
         say(f'stopped by {stopping[0] if stopping else "another rank"} at step {step}')
         break
     if eval_due():
-        pause = time.time()
         look_around()
-        clock += time.time() - pause                                    # speeds are of training alone
-        start_time += time.time() - pause
+    clock += time.time() - pause                                        # speeds are of training alone, the ETA is of all
 if ddp:
     dist.barrier()
     dist.destroy_process_group()

@@ -23,9 +23,10 @@ asr_window = 8.0
 samples = False                 # True: clips of the last stage that is there into assets/samples
 # ----------------------------------------------------------------------------
 NAMES = {'base': 'base', 'sft': 'SFT', 'sft_cfg': 'SFT + guidance', 'dpo1': 'DPO 1', 'dpo2': 'DPO 2', 'plain': 'SFT without repetition', 'dpo1_nocfg': 'DPO 1, pairs without guidance',
-         'nosupcon': 'base without SupCon'}
+         'nosupcon': 'base without SupCon', 'all': 'base on texts of all lengths', 'all_sft': 'SFT of that', 'small_dpo': 'DPO 1 of 15 million parameters'}
 STAGES = ('base', 'SFT', 'SFT + guidance', 'DPO 1', 'DPO 2')        # of these the picture
 BUCKETS = ('known', '1', '2-3', '4-7', '8-14', '15-30')
+ALONE = {'all': ('known', '1'), 'said alone in the corpus': ('known',), 'within sentences only': ('1',)}      # single words
 KINDS = ('seen', 'unseen', 'null')
 
 def table(head, rows):
@@ -116,7 +117,11 @@ if __name__ == '__main__':
             similar[what, kind] = (len(at), *nearest(np.array(heard[what]['vectors'])[at], [recordings[i]['speaker'] for i in at], voices if what == 'recordings' else coded))
 
     # ---- the runs
+    import jiwer
     stress, ended, wavs_of = {}, {}, {}
+    for label, rows in results.items():                         # what can be reached: these ears, this codec
+        for what, buckets in ALONE.items():
+            stress[label, what] = ['clean' if r['transcript'] and jiwer.wer(r['text'], r['transcript']) <= 0.2 else 'wrong' for r in rows if r['bucket'] in buckets]
     for n, label in there.items():
         folder = os.path.join(runs, f'test_{n}')
         scores = [json.loads(line) for line in open(os.path.join(folder, 'scores.jsonl'), encoding='utf-8')]
@@ -129,8 +134,8 @@ if __name__ == '__main__':
             start = g['start'] + sum(g['frames'][:s['sample_idx']])
             s['place'] = start, start + g['frames'][s['sample_idx']]
         results[label] = [{k: s[k] for k in ('text', 'transcript', 'bucket')} | {'kind': s['kind_of_voice']} for s in scores]
-        for bucket, what in (('known', 'said alone in the corpus'), ('1', 'within sentences only')):
-            stress[label, what] = [s['kind'] for s in scores if s['bucket'] == bucket]
+        for what, buckets in ALONE.items():
+            stress[label, what] = [s['kind'] for s in scores if s['bucket'] in buckets]
         ended[label] = 1 - float(np.mean([s['truncated'] for s in scores]))
         codes_of = lambda s: np.array(tokens[slice(*s['place'])])
         for kind in KINDS[:2]:
@@ -163,7 +168,6 @@ if __name__ == '__main__':
                        f"{(kinds.count('clean') / len(kinds) * (1 - kinds.count('clean') / len(kinds)) / len(kinds)) ** 0.5:.1%}") for (label, what), kinds in stress.items() if kinds])
         lines += ['## Stopping', '', 'Clips that end by themselves, before the frame cap.', ''] + table(tuple(ended), [[f'{v:.1%}' for v in ended.values()]])
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-        import jiwer
         for ax, kind in zip(axes, KINDS):
             for what in ('recordings', 'through the codec', *(s for s in STAGES if s in results)):
                 rows = results[what]
@@ -187,15 +191,25 @@ if __name__ == '__main__':
         last = [r for r in records if 'val_code' in r][-1:]
         lines += ['## Pretraining', ''] + [f"Step {r['step']:,}, held-out texts: code loss {r['val_code']:.2f} (60.9 at step 0), stop recall {r['stop_recall']:.3f}, "
                                            f"stop precision {r['stop_precision']:.3f}." for r in last] + ['', f'![losses]({os.path.basename(picture("loss"))})', '']
+    if samples and (spoken := [s for s in STAGES if s in wavs_of and '+' not in s]):
+        (scores, codes_of), folder, reference = wavs_of[spoken[-1]], os.path.join(ROOT, 'assets', 'samples'), {r['speaker']: r['audio'] for r in references}
+        os.makedirs(folder, exist_ok=True)
+        for name in os.listdir(folder):
+            if name.endswith('.flac'):
+                os.remove(os.path.join(folder, name))
+        save = lambda name, wav: soundfile.write(os.path.join(folder, name), wav, nano.sample_rate, 'PCM_16')
+        lines += ['## Samples', '', f'In `assets/samples`: {spoken[-1]}, of each kind of voice and length the first clip, good or bad; and the references that voices were taken from.', '']
+        rows = []
+        for kind in KINDS:
+            for bucket in ('known', '4-7', '15-30'):
+                for s in [s for s in scores if (s['bucket'], s['kind_of_voice'], s['sample_idx']) == (bucket, kind, 0)][:1]:
+                    name, voice = f"{kind}-{bucket}-{s['voice']}.flac", f"reference-{s['voice']}.flac" if kind != 'null' else ''
+                    save(name, nano.decode([codes_of(s)])[0])
+                    if voice and not os.path.exists(os.path.join(folder, voice)):
+                        save(voice, read(reference[s['voice']], nano.sample_rate))
+                    rows.append((name, voice, s['text'], s['transcript']))
+        lines += table(('clip', 'reference', 'text', 'Whisper heard'), rows)
     with open(out + '.tmp', 'w', encoding='utf-8') as f:
         f.write('\n'.join(lines).rstrip() + '\n')
     os.replace(out + '.tmp', out)
     print(f'{out} written')
-    if samples and (spoken := [s for s in STAGES if s in wavs_of and '+' not in s]):
-        scores, codes_of = wavs_of[spoken[-1]]
-        os.makedirs(os.path.join(ROOT, 'assets', 'samples'), exist_ok=True)
-        for kind in KINDS:
-            for bucket in ('known', '4-7', '15-30'):
-                for s in [s for s in scores if (s['bucket'], s['kind_of_voice'], s['sample_idx']) == (bucket, kind, 0)][:1]:     # the first, good or bad
-                    soundfile.write(os.path.join(ROOT, 'assets', 'samples', f"{kind}-{bucket}-{s['voice']}.flac"), nano.decode([codes_of(s)])[0], nano.sample_rate, 'PCM_16')
-        print('assets/samples written')
