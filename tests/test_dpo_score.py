@@ -8,6 +8,7 @@ import gc, json, os, resource, runpy, shutil, signal, subprocess, sys, time
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 import lora
@@ -302,6 +303,15 @@ def test_speaker_similarity(place, capsys, tmp_path, monkeypatch):
     assert facts[0][0] == facts[0][3] == pytest.approx(1, abs=1e-4) and facts[0][2] is None and facts[1] == [None, None] and -1 <= facts[0][1] < 0.9999
     s = read(tmp_path, 'round1', 'scores.jsonl')[1]
     assert s['terms']['similarity'] == pytest.approx(-0.5 * (1 - s['similarity']))
+
+
+def test_any_window(tmp_path):
+    from whisper.model import ModelDimensions, Whisper
+    dims = ModelDimensions(n_mels=80, n_audio_ctx=1500, n_audio_state=8, n_audio_head=1, n_audio_layer=1, n_vocab=51865, n_text_ctx=448, n_text_state=8, n_text_head=1, n_text_layer=1)
+    torch.manual_seed(0)
+    torch.save({'dims': vars(dims), 'model_state_dict': Whisper(dims).state_dict()}, tmp_path / 'random.pt')
+    for window in (2.0, 4.02, 10.01):                               # places of 20 ms, of which no float sum must lose one
+        assert len(Listener(str(tmp_path / 'random.pt'), 'cpu', window).hear([np.zeros(16000, np.float32)], ['en'])) == 1
 
 
 def test_long_clips_are_heard_in_windows(place):

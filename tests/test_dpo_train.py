@@ -117,6 +117,13 @@ def test_two_ranks(trained):
     a, b = adapters(place, 'whole', last), adapters(place, 'ranks', last)
     assert all((a[k] - b[k]).abs().max() <= 1e-3 * a[k].abs().max() + 1e-6 for k in a)
     assert log(place, 'ranks')[last]['loss'] == pytest.approx(log(place, 'whole')[last]['loss'], rel=1e-3)
+    for gone in ('merged', f'train/checkpoint-{last}'):
+        shutil.rmtree(f'{place}/out/ranks/{gone}')
+    os.makedirs(f'{place}/out/ranks/train/checkpoint-99.tmp')               # a save that was killed
+    assert 'must stay' in script('dpo_train.py', place, 'ranks', *FLAGS, '--gradient_accumulation=2', code=2)
+    script('dpo_train.py', place, 'ranks', *FLAGS)                          # one rank, with as many pairs a step: it goes on
+    c = adapters(place, 'ranks', last)
+    assert all((c[k] - b[k]).abs().max() <= 1e-3 * b[k].abs().max() + 1e-6 for k in b) and not os.path.exists(f'{place}/out/ranks/train/checkpoint-99.tmp')
 
 
 def test_kills(trained):

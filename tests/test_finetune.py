@@ -209,7 +209,7 @@ def test_resume_is_bitwise(ten, place, tmp_path, capsys):
 
 def test_two_ranks_and_other_shapes_are_one_gradient(place, tmp_path, capsys):
     """8 rows a step as 1 x 8, 4 x 2 in one process and 2 x 2 on two ranks; the two-rank run goes on with one."""
-    plain = ['--lora_dropout=0', '--max_steps=6', '--save_interval=3']
+    plain = ['--lora_dropout=0', '--max_steps=6', '--save_interval=3', '--eval_interval=3', '--train_stop_head']
     outs = [str(tmp_path / n) for n in 'abc']
     run(place, outs[0], capsys, *plain, '--batch_size=8', '--gradient_accumulation=1')
     run(place, outs[1], capsys, *plain, '--batch_size=2', '--gradient_accumulation=4')
@@ -221,6 +221,8 @@ def test_two_ranks_and_other_shapes_are_one_gradient(place, tmp_path, capsys):
             assert all(b[s][k] == pytest.approx(a[s][k], rel=1e-4) for k in ('code', 'stop', 'grad_norm'))
         before, after = (M.read_json(f'{o}/evaluation.json') for o in (outs[0], out))
         assert all(after[w]['val'][g][k] == pytest.approx(v, rel=1e-4) for w in ('before', 'after') for g, x in before[w]['val'].items() for k, v in x.items())
+        moments = [torch.load(f'{o}/checkpoint-3/resume.pt', weights_only=True)['optimizer'].keys() for o in (outs[0], out)]
+        assert moments[0] == moments[1] == adapters(out, 3).keys()  # also of the stop head, which FSDP gathers for the evaluation before the save
         same(adapters(out, 6), adapters(outs[0], 6), rel=2e-3)      # Adam's first steps are the sign of the gradient: rounding can flip a small one
     shutil.rmtree(f'{outs[2]}/checkpoint-6')
     assert 'batch_size was 2, is 4' in run(place, outs[2], capsys, *plain)

@@ -299,6 +299,18 @@ def test_overfit_one_row(overfit):
 GRAD_ROWS = [5, 1, 9, 3]
 
 
+def test_supcon_is_in_float32():
+    """Under autocast too: products of nearly equal voices in 16 bit would all be 1."""
+    z, g = F.normalize(torch.ones(12, 32) + 0.1 * torch.randn(12, 32, generator=torch.Generator().manual_seed(0)), dim=-1), []
+    for dtype in (torch.float32, torch.bfloat16):
+        x = z.clone().requires_grad_()
+        with torch.autocast('cpu', torch.bfloat16, enabled=dtype == torch.bfloat16):
+            loss, stats = M.supcon(x, torch.arange(12) // 3, torch.zeros(12, dtype=torch.bool))
+        loss.backward()
+        g.append((x.grad, loss.detach(), stats['positive']))
+    assert all(torch.equal(a, b) for a, b in zip(*g)) and g[0][2] > 0.98
+
+
 def gradients(model, batches, count, supcon_weight=0.0):
     model.zero_grad()
     for b in batches:

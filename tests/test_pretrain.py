@@ -250,6 +250,10 @@ def test_resume_keeps_what_the_run_began_with(ten, corpus, tmp_path):
     import shutil
     out, mine = str(tmp_path / 'run'), str(tmp_path / 'corpus')
     assert "began with init_from 'scratch'" in run(ten[0], corpus, '--init_from=some/base', code=2)
+    fewer = str(tmp_path / 'fewer')
+    shutil.copytree(ten[0], fewer)
+    shutil.rmtree(fewer + '/checkpoint-10')
+    assert 'has other batches and starts over' in run(fewer, corpus, '--max_steps=6', '--min_text_tokens=3')
     shutil.copytree(corpus, mine)
     meta = M.read_json(mine + '/meta.json')
     for digest, code in (('a' * 64, 0), ('b' * 64, 2)):
@@ -309,13 +313,16 @@ texts = np.split(a["text_ids"].numpy(), np.flatnonzero(a["text_ids"].numpy() == 
 heard = [a["heard"][a["frame_row"] == i] for i in range(len(own))]
 print(json.dumps([len(texts) == len(own), np.mean([len(t) == 3 for t in texts]), [h.float().mean().item() for h in heard if len(h) > 30],
                   sorted(set(a) - set(b)), b["text_ids"].equal(c["text_ids"]), b["codes"].equal(a["codes"]),
-                  sorted(g["corpus"].split("train")), sorted(g["train_rows"].tolist()), g["rows"]["text_len"].tolist()], default=int))
+                  sorted(g["corpus"].split("train")), sorted(g["train_rows"].tolist()), g["rows"]["text_len"].tolist(),
+                  {s: c.tolist() for s, c in g["voices"].items()}, g["plan_epoch"](0)[:, :6].reshape(-1, 2).tolist()], default=int))
 '''
     r = subprocess.run([sys.executable, '-c', script, *TINY, f'--data={corpus}', '--text_drop_prob=0.3', '--frame_drop=0.8', '--min_text_tokens=4'], capture_output=True, text=True, cwd=ROOT)
     assert not r.returncode, r.stderr
-    whole, lost, heard, taken, wrong_texts, own_codes, every, learned, text_len = json.loads(r.stdout.splitlines()[-1])
+    whole, lost, heard, taken, wrong_texts, own_codes, every, learned, text_len, voices, groups = json.loads(r.stdout.splitlines()[-1])
     assert whole and abs(lost - 0.3) < 0.06 and taken == ['heard'] and wrong_texts and own_codes
     assert learned == [n for n in every if text_len[n] >= 4] and len(learned) < len(every)
+    assert sum(map(len, voices.values())) == sum(n < 30 for n in every)                         # references may be of short texts
+    assert all(a != b and {a, b} <= {*learned} for a, b in groups)                              # SupCon sees two clips of a speaker, not one twice
     assert abs(np.mean(heard) - 0.6) < 0.05 and min(heard) < 0.35 and max(heard) > 0.95         # each row has its own share, 0 to 0.8
 
 
