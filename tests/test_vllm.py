@@ -493,9 +493,9 @@ else:
         for script, flags, words in (
                 ('sample.py', ['--text=hi', '--ckpt=x', '--engine=vllm', '--cfg_scale=3'], '--engine=vllm knows no top_k, cfg_scale'),
                 ('sample.py', ['--text=hi', '--ckpt=x', '--engine=tf', f'--out={tmp_path}/x.wav'], "--engine is torch or vllm, got 'tf'"),
-                ('sample.py', ['--text=hi', '--ckpt=x', '--engine=vllm', f'--out={tmp_path}/x.wav'], 'vLLM cannot be imported (none here): pip install'),
+                ('sample.py', ['--text=hi', '--ckpt=x', '--engine=vllm', f'--out={tmp_path}/x.wav'], 'vLLM cannot be imported (none here): it wants an environment of its own'),
                 ('dpo_sample.py', [f'--out_dir={tmp_path}', '--ckpt=x', f'--prompts={tmp_path}/p.txt', '--engine=vllm'], 'engine vllm knows no cfg_scale'),
-                ('dpo_sample.py', [f'--out_dir={tmp_path}', '--ckpt=x', f'--prompts={tmp_path}/p.txt', '--engine=vllm', '--cfg_scale=1'], 'vLLM cannot be imported (none here): pip install')):
+                ('dpo_sample.py', [f'--out_dir={tmp_path}', '--ckpt=x', f'--prompts={tmp_path}/p.txt', '--engine=vllm', '--cfg_scale=1'], 'vLLM cannot be imported (none here): it wants an environment of its own')):
             code, text = run(script, *flags, PYTHONPATH=str(tmp_path))
             assert code == 2 and text.strip().splitlines()[-1].startswith(script + ': ') and words in text.splitlines()[-1], text[-2000:]
 
