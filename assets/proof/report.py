@@ -137,7 +137,7 @@ if __name__ == '__main__':
         for what, buckets in ALONE.items():
             stress[label, what] = [s['kind'] for s in scores if s['bucket'] in buckets]
         ended[label] = 1 - float(np.mean([s['truncated'] for s in scores]))
-        codes_of = lambda s: np.array(tokens[slice(*s['place'])])
+        codes_of = lambda s, tokens=tokens: np.array(tokens[slice(*s['place'])])
         for kind in KINDS[:2]:
             own = [s for s in scores if long(s) and s['kind_of_voice'] == kind and s['sample_idx'] == 0 and not s['empty']]
             if own:
