@@ -213,8 +213,9 @@ frame_rate = meta['codec']['sample_rate'] / meta['codec']['hop']        # 21.533
 rows, speaker_of = corpus.rows, corpus.rows['speaker']
 train_rows, val_rows = corpus.split('train'), corpus.split('val')
 train_rows = train_rows[rows['text_len'][train_rows] >= min_text_tokens]
+of_length = f' of min_text_tokens {min_text_tokens} or more' * (min_text_tokens > 0)
 if not len(train_rows):
-    fail(f'{data} has no training row' + f' of min_text_tokens {min_text_tokens} or more' * (min_text_tokens > 0))
+    fail(f'{data} has no training row{of_length}')
 
 
 def clips_by_speaker(numbers):
@@ -228,9 +229,10 @@ clips = {s: c for s, c in clips_by_speaker(train_rows).items() if len(c) >= K}  
 voices, all_clips = clips_by_speaker(corpus.split('train')), clips_by_speaker(np.arange(len(rows)))      # where references come from: in training, in evaluation
 voiced = np.isin(speaker_of[train_rows], list(clips))
 if num_queries and len(clips) < P:
-    fail(f'P {P} speakers a batch, but {data} has {len(clips)} with {K} training clips: ' + ('lower P (and M or batch_size with it)' if clips else 'config/no_vc.py trains without voice cloning'))
+    fail(f'P {P} speakers a batch, but {data} has {len(clips)} with {K} training clips{of_length}: '
+         + ('lower P (and M or batch_size with it)' if len(clips) > 1 else 'config/no_vc.py trains without voice cloning'))
 if len(train_rows) < batch_size:
-    fail(f'batch_size {batch_size}, but {data} has {len(train_rows)} training rows')
+    fail(f'batch_size {batch_size}, but {data} has {len(train_rows)} training rows{of_length}')
 
 
 per_step = world * gradient_accumulation                                # micro-batches, of all ranks
@@ -262,8 +264,7 @@ def plan_epoch(epoch):
                 heapq.heappush(heap, (n, rng.random(), s))
         batches.append(np.concatenate(batch))
     batches = np.stack(batches)[rng.permutation(len(batches))]
-    pool = train_rows[~voiced]
-    pool = pool if len(pool) else train_rows                            # no null rows in the corpus: any row, without its voice
+    pool = train_rows[~voiced] if (speaker_of[train_rows] < 0).any() else train_rows     # no null rows in the corpus: any row, without its voice
     nulls = np.resize(rng.permutation(pool), len(batches) * M).reshape(len(batches), M)
     return np.concatenate((batches, ~nulls), 1)
 

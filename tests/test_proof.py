@@ -73,6 +73,7 @@ def test_made_once(tmp_path):
 
 def test_refusals(tmp_path):
     for script, args, said in (('make_speech.py', ['--per_bucket=0'], 'must be above 0'), ('make_speech.py', ['--kokoro=nowhere'], 'no kokoro-int8.onnx there'),
+                               ('make_speech.py', ['--per_bucket=100'], 'no more texts of 1 words'),
                                ('report.py', [], 'run assets/proof/make_speech.py')):
         p = subprocess.run([sys.executable, os.path.join(PROOF, script), *args], cwd=tmp_path, capture_output=True, encoding='utf-8')
         assert p.returncode and said in p.stderr and p.stderr.count('\n') == 1, p.stderr

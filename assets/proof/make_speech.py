@@ -103,9 +103,10 @@ def plan():
     """-> training rows, evaluation rows, reference rows: (path in out_dir, text, voice, ..); prompts by category."""
     rng, held = random.Random(seed), {}
     def new(bucket, taken):
-        while (text := sentence(bucket, rng)) in taken:
-            pass
-        return text
+        for _ in range(100_000):
+            if (text := sentence(bucket, rng)) not in taken:
+                return text
+        sys.exit(f'make_speech.py: the grammar has no more texts of {bucket} words: lower per_voice or per_bucket')
     phrases = {p[0].upper() + p[1:] + '.' for k in ('FEW', 'WHEN', 'SOON') for p in GRAMMAR[k]}         # their words are said nowhere else
     for bucket in BUCKETS:
         held[bucket] = []
@@ -190,7 +191,10 @@ def make(rows):
 
 def write(name, lines):
     with open(os.path.join(out_dir, name + '.tmp'), 'w', newline='', encoding='utf-8') as f:
-        csv.writer(f, lineterminator='\n').writerows(lines) if name.endswith('.csv') else f.writelines(json.dumps(x) + '\n' for x in lines)
+        if name.endswith('.json'):
+            json.dump(lines, f)
+        else:
+            csv.writer(f, lineterminator='\n').writerows(lines) if name.endswith('.csv') else f.writelines(json.dumps(x) + '\n' for x in lines)
     os.replace(os.path.join(out_dir, name + '.tmp'), os.path.join(out_dir, name))
 
 if __name__ == '__main__':
@@ -210,11 +214,13 @@ if __name__ == '__main__':
     stamp = os.path.join(out_dir, 'settings.json')
     settings = json.loads(json.dumps({'kokoro': bool(kokoro), 'seed': seed, 'per_bucket': per_bucket,                # more clips of each voice only add
                                       'grammar': GRAMMAR, 'shares': SHARES, 'voices': voices(), 'between': [warps_between(), mixtures()], 'replays': REPLAYS}))
-    made = json.load(open(stamp, encoding='utf-8')) if os.path.exists(stamp) else settings
+    try:
+        made = json.load(open(stamp, encoding='utf-8')) if os.path.exists(stamp) else settings
+    except ValueError:
+        sys.exit(f'make_speech.py: {stamp} is damaged: remove it if {out_dir} was made with these settings')
     if made != settings:
         sys.exit(f'make_speech.py: {out_dir} was made with other settings ({", ".join(k for k in settings if made.get(k) != settings[k])}): remove it or set --out_dir')
-    with open(stamp, 'w', encoding='utf-8') as f:
-        json.dump(settings, f)
+    write('settings.json', settings)
 
     fast = lambda r: r[2].startswith(('warp', 'between'))
     rows = [r for r in train if fast(r)] + references + evaluation + [r for r in train if not fast(r)]       # the slow ones last

@@ -59,7 +59,7 @@ if __name__ == '__main__':
         recordings, training, references = table_of('eval.csv'), table_of('speech.csv'), table_of('voices.csv')
     except OSError as e:
         sys.exit(f'report.py: {e.filename} not found: run assets/proof/make_speech.py')
-    there = {n: label for n, label in NAMES.items() if os.path.exists(os.path.join(runs, f'test_{n}', 'report.json'))}
+    there = {n: label for n, label in NAMES.items() if all(os.path.exists(os.path.join(runs, f'test_{n}', *x)) for x in (['report.json'], ['scores.jsonl'], ['rollouts', 'index.jsonl'], ['rollouts', 'tokens.bin']))}
     missing = [label for n, label in NAMES.items() if n not in there]
     print(f"runs: {', '.join(there.values()) or 'none'}; not there: {', '.join(missing) or 'none'}", flush=True)
 
@@ -130,6 +130,8 @@ if __name__ == '__main__':
         for s in scores:
             g = index[s['group_id']]
             s['voice'] = s['voice'].split('/')[-1].split(':')[0]
+            if g['text'] not in bucket_of or s['voice'] not in kind_of:
+                sys.exit(f"report.py: {folder} has {g['text']!r} in the voice {s['voice']}, which {data}/eval.csv and voices.csv have not: a run of other prompts")
             s['bucket'], s['kind_of_voice'] = bucket_of[g['text']], kind_of[s['voice']]
             start = g['start'] + sum(g['frames'][:s['sample_idx']])
             s['place'] = start, start + g['frames'][s['sample_idx']]
@@ -179,7 +181,7 @@ if __name__ == '__main__':
         fig.savefig(picture('wer'))
     metrics = os.path.join(base, 'metrics.jsonl')
     if os.path.exists(metrics):
-        records = [json.loads(line) for line in open(metrics, encoding='utf-8')]
+        records = [json.loads(line) for line in open(metrics, encoding='utf-8') if line.endswith('}\n')]       # a kill cuts the last one
         fig, ax = plt.subplots(figsize=(6, 4))
         for key in ('code', 'val_code'):
             own = [r for r in records if key in r]
