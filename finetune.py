@@ -39,7 +39,7 @@ short_fraction = 0.5            # long rows are thinned, anew each epoch, until 
 max_text_tokens = 150           # rows of longer texts are left out
 ref_min_seconds = 3.0           # the reference is the row's own clip, from 6 s on a random crop of it
 ref_max_seconds = 15.0
-frame_drop = 0.0                # as in pretrain.py; 0 = none, also the better on a base that was trained with it (config/proof_finetune.py)
+frame_drop = 0.0                # as in pretrain.py; 0 = none, which did as well on a base that was trained with it (config/proof_finetune.py)
 # optimizer: AdamW, cosine to 0 after linear warmup
 learning_rate = 2e-4            # of adapters, and of the backbone with full
 lr_audio = 0.5                  # multipliers: tables, frame MLP, code and stop heads

@@ -1,4 +1,4 @@
-"""The speech of the proof: sentences of 1 to 30 words out of a grammar, said by 56 warps of one packaged voice and by Kokoro's 28 English ones.
+"""The speech of the proof: sentences of 1 to 30 words out of a grammar, said by 56 warps of one packaged voice, by Kokoro's 28 English ones, and by voices between these.
 
     python assets/proof/make_speech.py --kokoro=DIR     # data/proof: more than 20 hours; a core makes 90 hours an hour of warps, and about one of Kokoro
     python assets/proof/make_speech.py                  # the warps alone
