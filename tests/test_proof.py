@@ -43,9 +43,9 @@ def test_voices(monkeypatch):
     trained, tested = {v for _, _, v in train}, {v for _, _, v, _ in references}
     warps, between, mixed = speech.voices(), speech.warps_between(), speech.mixtures()
     points = np.array([v[:3] for v in warps.values()])
-    assert len(between) == 600 and len(mixed) == 100 and not {n for a, b, _ in mixed.values() for n in (a, b)} & {*speech.UNSEEN_KOKORO}
+    assert len(between) == 1000 and len(mixed) == 166 and not {n for a, b, _ in mixed.values() for n in (a, b)} & {*speech.UNSEEN_KOKORO}
     assert all(abs(v[0] - h[0]) >= 0.02 or abs(np.log2(v[1] / h[1])) >= 0.06 for v in between.values() for name, h in warps.items() if speech.unseen(name))
-    assert len(warps) == 56 and len(trained) == 48 + 24 * 3 + 600 + 300 and len(np.unique(points, axis=0)) == 56
+    assert len(warps) == 56 and len(trained) == 48 + 24 * 3 + 1000 + 166 * 3 and len(np.unique(points, axis=0)) == 56
     assert not any(speech.unseen(v) for v in trained) and sum(map(speech.unseen, warps)) == 8
     kinds = {v: kind for _, _, v, _, kind in evaluation}
     assert set(kinds) == tested and all((v in trained) == (kind == 'seen') == (not speech.unseen(v)) for v, kind in kinds.items())

@@ -15,10 +15,10 @@ import numpy as np
 # ----------------------------------------------------------------------------
 out_dir = 'data/proof'
 kokoro = ''                 # folder of Kokoro's files; '' = no Kokoro voices
-per_voice = 360             # clips of each of the 48 warps in speech.csv; a clip has 3.0 s
-per_kokoro = 30             # clips of each Kokoro voice, about 3 s of CPU time each; a fast and a slow replay make two voices more of it
-between = 600               # warps between those of the grid, drawn at random, and a sixth as many mixtures of Kokoro's voices. They are learned, not measured:
-per_between = 20            # clips of each; half of it of a mixture. With the other voices alone a model learns which there are, and takes a stranger for the nearest
+per_voice = 240             # clips of each of the 48 warps in speech.csv; a clip has 3.0 s
+per_kokoro = 50             # clips of each Kokoro voice, about 3 s of CPU time each; a fast and a slow replay make two voices more of it
+between = 1000              # warps between those of the grid, drawn at random, and a sixth as many mixtures of Kokoro's voices. They are learned, not measured:
+per_between = 30            # clips of each; a third of it of a mixture. With the other voices alone a model learns which there are, and takes a stranger for the nearest
 per_bucket = 20             # held-out texts of each length, and as many single words that are not held out
 num_workers = 2             # processes
 seed = 0                    # of texts and of the vocoder's noise
@@ -74,6 +74,9 @@ UNCLEAR = ('ancient borrow borrowed bottle cathedral eagle examine harbor kitten
 KOKORO = [f'{p}_{n}' for p, names in (('af', 'alloy aoede bella heart jessica kore nicole nova river sarah sky'), ('am', 'adam echo eric fenrir liam michael onyx puck santa'),
                                       ('bf', 'alice emma isabella lily'), ('bm', 'daniel fable george lewis')) for n in names.split()]
 REPLAYS = {'': 1.0, '-slow': 0.89, '-fast': 1.12}       # pitch, formants and pace together: another speaker
+# Its voices of other languages lend their sound to the mixtures
+ABROAD = ('ef_dora em_alex em_santa ff_siwis hf_alpha hf_beta hm_omega hm_psi if_sara im_nicola jf_alpha jf_gongitsune jf_nezumi jf_tebukuro jm_kumo pf_dora pm_alex pm_santa '
+          'zf_xiaobei zf_xiaoni zf_xiaoxiao zf_xiaoyi zm_yunjian zm_yunxi zm_yunxia zm_yunyang').split()
 UNSEEN_KOKORO = ('af_bella', 'am_michael', 'bf_emma', 'bm_george')      # the small codec has not heard them either
 
 def expand(symbol, rng):
@@ -127,7 +130,7 @@ def plan():
     names = [*voices(), *(KOKORO if kokoro else [])]
     train = []
     replayed = {*KOKORO, *(mixed := mixtures())}
-    clips = dict.fromkeys(voices(), per_voice) | dict.fromkeys(KOKORO if kokoro else (), per_kokoro) | dict.fromkeys(warps_between(), per_between) | dict.fromkeys(mixed, per_between // 2)
+    clips = dict.fromkeys(voices(), per_voice) | dict.fromkeys(KOKORO if kokoro else (), per_kokoro) | dict.fromkeys(warps_between(), per_between) | dict.fromkeys(mixed, per_between // 3)
     for voice, count in clips.items():
         own, rng = set(), random.Random(f'{seed}/{voice}')                  # a voice's texts depend on no other's
         while not unseen(voice) and len(own) < count:
@@ -153,9 +156,9 @@ def warps_between():
     return out
 
 def mixtures():
-    """{name: (voice, other voice, its share)} of Kokoro voices that are not held out: style vectors mix, and what comes out is another speaker."""
-    rng = random.Random(f'{seed}/mixtures')
-    return {f'mix{i:03d}': (*rng.sample([v for v in KOKORO if not unseen(v)], 2), rng.uniform(0.3, 0.7)) for i in range(between // 6 if kokoro else 0)}
+    """{name: (English voice, other voice, its share)} of Kokoro voices that are not held out: style vectors mix, and what comes out is another speaker."""
+    rng, known = random.Random(f'{seed}/mixtures'), [v for v in KOKORO if not unseen(v)]
+    return {f'mix{i:03d}': (rng.choice(known), rng.choice(known + ABROAD), rng.uniform(0.3, 0.9)) for i in range(between // 6 if kokoro else 0)}
 
 _speak = {}                 # of a process: the synthesizers
 
@@ -170,7 +173,7 @@ def make(rows):
         if not os.path.exists(full):
             kind = 'hibari' if voice in warps else 'kokoro'
             if kind not in _speak:
-                _speak[kind] = synth.hibari_voice() if kind == 'hibari' else synth.kokoro_voice(kokoro)
+                _speak[kind] = synth.hibari_voice() if kind == 'hibari' else synth.kokoro_voice(kokoro, 'abefhijpz')
             noise = random.Random(f'{seed}/{path}').getrandbits(32)         # not one stream: order must not matter
             if kind == 'hibari':
                 x = _speak[kind](text, warps[voice][:3], *warps[voice][3:], seed=noise)

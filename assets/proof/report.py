@@ -23,7 +23,7 @@ asr_window = 8.0
 samples = False                 # True: clips of the last stage that is there into assets/samples
 # ----------------------------------------------------------------------------
 NAMES = {'base': 'base', 'sft': 'SFT', 'sft_cfg': 'SFT + guidance', 'dpo1': 'DPO 1', 'dpo2': 'DPO 2', 'plain': 'SFT without repetition', 'dpo1_nocfg': 'DPO 1, pairs without guidance',
-         'nosupcon': 'base without SupCon', 'all': 'base on texts of all lengths', 'all_sft': 'SFT of that', 'small_dpo': 'DPO 1 of 15 million parameters'}
+         'nosupcon': 'base without SupCon', 'all': 'base on texts of all lengths', 'all_sft': 'SFT of that', 'small_sft': 'SFT of 15 million parameters'}
 STAGES = ('base', 'SFT', 'SFT + guidance', 'DPO 1', 'DPO 2')        # of these the picture
 BUCKETS = ('known', '1', '2-3', '4-7', '8-14', '15-30')
 ALONE = {'all': ('known', '1'), 'said alone in the corpus': ('known',), 'within sentences only': ('1',)}      # single words

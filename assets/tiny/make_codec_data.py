@@ -135,8 +135,8 @@ def espeak_voice():
     return speak
 
 
-def kokoro_voice(folder):
-    """speak(text, voice, speed, style), and {English voice: its styles [510, 256], by length of the text}. style: other styles said as that voice says its words."""
+def kokoro_voice(folder, languages='ab'):
+    """speak(text, voice, speed, style), and {voice: its styles [510, 256], by length of the text} of languages (a, b: English). style: other styles said as that voice says its words."""
     import onnxruntime as ort
     from hibari.g2p import G2P
     options = ort.SessionOptions()
@@ -144,7 +144,7 @@ def kokoro_voice(folder):
     session = ort.InferenceSession(f'{folder}/kokoro-int8.onnx', options, providers=['CPUExecutionProvider'])
     vocab = json.load(open(f'{folder}/vocab.json'))['vocab']
     voices = {os.path.basename(p)[:-4]: np.fromfile(p, np.float32).reshape(510, 256)
-              for p in sorted(glob.glob(f'{folder}/voices/[ab][fm]_*.bin'))}
+              for p in sorted(glob.glob(f'{folder}/voices/[{languages}][fm]_*.bin'))}
     g2p = {'a': G2P(british=False), 'b': G2P(british=True)}
     def speak(text, voice, speed=1.0, style=None):
         phonemes = g2p[voice[0]](text)
