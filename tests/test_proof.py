@@ -3,7 +3,8 @@ import importlib.util, os, re, subprocess, sys
 import numpy as np
 import pytest
 
-PROOF = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), 'assets', 'proof')
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROOF = os.path.join(ROOT, 'assets', 'proof')
 
 def load(name):
     """assets/tiny has a make_speech.py too."""
@@ -85,3 +86,32 @@ def test_report_numbers():
     assert (share, own, other) == (0.5, pytest.approx(0.7), pytest.approx(0.7))
     rows = [{'text': 'elephant', 'transcript': 'elephants', 'bucket': '1'}, {'text': 'the old man', 'transcript': 'the man', 'bucket': '2-3'}]
     assert report.wer_cells(rows) == ['-', '1.000 (1)', '0.333 (1)', '-', '-', '-', '0.500 (2)']
+
+def test_speaker():
+    """The checkpoint in assets/speaker: held-out sentences, in the voices of two clips, as Whisper and a speaker encoder hear them."""
+    pytest.importorskip('hibari', reason='hibari-tts is not installed: requirements-weights.txt')
+    sys.path[:0] = [ROOT, os.path.join(ROOT, 'assets', 'tiny')]
+    import jiwer, soundfile, soxr
+    import measure
+    import model as M
+    from codec import NanoCodec
+    from dpo_score import Listener, normalise
+    from prepare import encode_text, load_tokenizer
+    try:
+        measure.load_whisper(), measure.load_speaker_encoder()
+    except ImportError as e:
+        pytest.skip(str(e))
+    folder, clips = os.path.join(ROOT, 'assets', 'speaker'), [os.path.join(ROOT, 'assets', 'samples', f'reference-{name}.flac') for name in ('warp01', 'af_bella')]
+    model, nano, held = M.load_checkpoint(folder)[0], NanoCodec(os.path.join(ROOT, 'assets', 'tiny', 'codec.nemo')), speech.plan()[3]
+    texts = held['4-7'][:3] + held['8-14'][:2]
+    references = [soundfile.read(c, dtype='float32')[0] for c in clips]
+    prompts = [M.prompt(encode_text(load_tokenizer(folder)[0], t), model.cfg) for t in texts] * 2
+    spoken = M.generate(model, prompts, model.voices(nano.encode(references)).repeat_interleave(5, 0), seeds=list(range(10)), max_frames=300, temperature=0.4)
+    assert all(r['ended_by'] == 'stop_head' for r in spoken)
+    to16 = lambda wavs: [soxr.resample(w, nano.sample_rate, 16000) for w in wavs]
+    wavs = to16(nano.decode([r['codes'] for r in spoken]))
+    heard = Listener(os.path.join(ROOT, '.cache', 'whisper-base.pt'), 'cpu', 8.0).hear(wavs, ['en'] * 10)
+    assert jiwer.wer([normalise(t) for t in texts * 2], [normalise(t) for t in heard]) < 0.1, heard
+    encoder = measure.load_speaker_encoder()
+    alike = np.array(measure.embed(encoder, wavs)) @ np.array(measure.embed(encoder, to16(nano.decode(nano.encode(references))))).T
+    assert (alike[:5, 0] > alike[:5, 1]).all() and (alike[5:, 1] > alike[5:, 0]).all(), alike
