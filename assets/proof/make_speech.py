@@ -1,6 +1,6 @@
-"""The speech of the proof: sentences of 1 to 30 words out of a grammar, said by 56 warps of one packaged voice, by Kokoro's 28 English ones, and by voices between these.
+"""The speech of the proof: sentences of 1 to 30 words out of a grammar, said by 56 warps of one packaged voice, by Kokoro's 28 English ones, and by more warps and by mixtures of Kokoro's voices.
 
-    python assets/proof/make_speech.py --kokoro=DIR     # data/proof: more than 20 hours; a core makes 90 hours an hour of warps, and about one of Kokoro
+    python assets/proof/make_speech.py --kokoro=DIR     # data/proof: more than 40 hours; a core makes 90 hours an hour of warps, and about one of Kokoro
     python assets/proof/make_speech.py                  # the warps alone
 
 Written to out_dir: wav/VOICE/*.flac, speech.csv (audio,text,speaker: what is learned), eval.csv (held-out texts, each said by a voice of
@@ -17,7 +17,7 @@ out_dir = 'data/proof'
 kokoro = ''                 # folder of Kokoro's files; '' = no Kokoro voices
 per_voice = 240             # clips of each of the 48 warps in speech.csv; a clip has 3.0 s
 per_kokoro = 50             # clips of each Kokoro voice, about 3 s of CPU time each; a fast and a slow replay make two voices more of it
-between = 1000              # warps between those of the grid, drawn at random, and a sixth as many mixtures of Kokoro's voices. They are learned, not measured:
+between = 1000              # warps between those of the grid, drawn at random, and nearly a sixth as many mixtures of Kokoro's voices. They are learned, not measured:
 per_between = 30            # clips of each; a third of it of a mixture. With the other voices alone a model learns which there are, and takes a stranger for the nearest
 per_bucket = 20             # held-out texts of each length, and as many single words that are not held out
 num_workers = 2             # processes
@@ -158,7 +158,8 @@ def warps_between():
 def mixtures():
     """{name: (English voice, other voice, its share)} of Kokoro voices that are not held out: style vectors mix, and what comes out is another speaker."""
     rng, known = random.Random(f'{seed}/mixtures'), [v for v in KOKORO if not unseen(v)]
-    return {f'mix{i:03d}': (rng.choice(known), rng.choice(known + ABROAD), rng.uniform(0.3, 0.9)) for i in range(between // 6 if kokoro else 0)}
+    drawn = [(rng.choice(known), rng.choice(known + ABROAD), rng.uniform(0.3, 0.9)) for _ in range(between // 6 if kokoro else 0)]
+    return {f'mix{i:03d}': m for i, m in enumerate(drawn) if m[0] != m[1]}
 
 _speak = {}                 # of a process: the synthesizers
 
@@ -212,6 +213,8 @@ if __name__ == '__main__':
         sys.exit('make_speech.py: per_voice, per_kokoro, per_bucket and num_workers must be above 0; between, per_between and seed not below')
     if kokoro and not os.path.exists(os.path.join(kokoro, 'kokoro-int8.onnx')):
         sys.exit(f'make_speech.py: kokoro: {kokoro}: no kokoro-int8.onnx there')
+    if gone := [v for v in KOKORO + ABROAD if kokoro and not os.path.exists(os.path.join(kokoro, 'voices', v + '.bin'))]:
+        sys.exit(f'make_speech.py: kokoro: {kokoro}/voices lacks {", ".join(gone)}: kokoro-js has them all')
     train, evaluation, references, held, prompts = plan()
     os.makedirs(out_dir, exist_ok=True)
     stamp = os.path.join(out_dir, 'settings.json')

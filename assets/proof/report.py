@@ -61,7 +61,7 @@ if __name__ == '__main__':
         sys.exit(f'report.py: {e.filename} not found: run assets/proof/make_speech.py')
     there = {n: label for n, label in NAMES.items() if all(os.path.exists(os.path.join(runs, f'test_{n}', *x)) for x in (['report.json'], ['scores.jsonl'], ['rollouts', 'index.jsonl'], ['rollouts', 'tokens.bin']))}
     missing = [label for n, label in NAMES.items() if n not in there]
-    print(f"runs: {', '.join(there.values()) or 'none'}; not there: {', '.join(missing) or 'none'}", flush=True)
+    print(f"runs: {', '.join(there.values()) or 'none'}; not there: {'; '.join(missing) or 'none'}", flush=True)
 
     import matplotlib, soundfile, soxr, torch
     matplotlib.use('Agg')
@@ -151,11 +151,11 @@ if __name__ == '__main__':
     os.makedirs(os.path.dirname(out) or '.', exist_ok=True)
     picture = lambda name: os.path.splitext(out)[0] + f'-{name}.png'
     hours = sum(soundfile.info(os.path.join(data, r['audio'])).duration for r in training) / 3600
-    lines = ['# Results of the proof', '', 'Written by `assets/proof/report.py` from measured files; `make proof` makes them again. In brackets: number of clips.', '',
+    lines = ['# Results of the proof', '', 'Written by `assets/proof/report.py` from measured files, at the end of `make proof`. In brackets: number of clips.', '',
              f"Corpus: {hours:.1f} hours, {len(training):,} clips, {len({r['speaker'] for r in training})} voices, all synthesized (`assets/proof/make_speech.py`). Measured on "
              f"{len(bucket_of)} texts and, of `unseen`, on {sum(k == 'unseen' for k in kind_of.values())} voices that are not in it. ASR: Whisper base, window {asr_window:g} s; it hears the recordings "
              'with the errors of the first rows below.']
-    lines += [f"Not run: {', '.join(missing)}."] * bool(missing) + ['', '## Word error rate by words of the text', '', '`known`: single words that the corpus has alone too; `1`: those that it has within sentences only.', '']
+    lines += [f"Not run: {'; '.join(missing)}."] * bool(missing) + ['', '## Word error rate by words of the text', '', '`known`: single words that the corpus has alone too; `1`: those that it has within sentences only.', '']
     lines += table(('', 'voices', *BUCKETS, 'all'), [(what, kind, *wer_cells(own)) for what, rows in results.items() for kind in KINDS if (own := [r for r in rows if r['kind'] == kind])])
     if there:
         lines += [f'![word error rates]({os.path.basename(picture("wer"))})', '']

