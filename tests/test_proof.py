@@ -104,10 +104,10 @@ def test_speaker():
         measure.load_whisper(), measure.load_speaker_encoder()
     except ImportError as e:
         pytest.skip(str(e))
-    folder, clips = os.path.join(ROOT, 'assets', 'speaker'), [os.path.join(ROOT, 'assets', 'speaker', f'{name}.flac') for name in ('warp01', 'af_bella')]
+    folder = os.path.join(ROOT, 'assets', 'speaker')
     model, nano, held = M.load_checkpoint(folder)[0], NanoCodec(os.path.join(ROOT, 'assets', 'tiny', 'codec.nemo')), speech.plan()[3]
     texts = held['4-7'][:3] + held['8-14'][:2]
-    references = [soundfile.read(c, dtype='float32')[0] for c in clips]
+    references = [soundfile.read(os.path.join(folder, f'{name}.flac'), dtype='float32')[0] for name in ('warp01', 'af_bella')]
     prompts = [M.prompt(encode_text(load_tokenizer(folder)[0], t), model.cfg) for t in texts] * 2
     spoken = M.generate(model, prompts, model.voices(nano.encode(references)).repeat_interleave(5, 0), seeds=list(range(10)), max_frames=300, temperature=0.4)
     assert all(r['ended_by'] == 'stop_head' for r in spoken)
