@@ -28,7 +28,7 @@ import model as M
 
 ARCHITECTURE = 'GepardForCausalLM'
 VERSIONS = (0, 26), (0, 33)     # first and last
-FIELDS = 6                      # of a row of the request table: place in the store, prefix, prompt length, threshold, temperature, seed
+FIELDS = 7                      # of a row of the request table: place in the store, prefix, prompt length, threshold, temperature, seed, frame cap
 VOICES = 64                     # kept ready beside those of running requests
 
 def register():
@@ -39,8 +39,7 @@ def register():
         import vllm
     except ImportError as e:
         raise ImportError(f'vLLM cannot be imported ({e}): it wants an environment of its own, docs/serving.md') from None
-    version = tuple(int(x) for x in vllm.__version__.split('.')[:2])
-    if not VERSIONS[0] <= version <= VERSIONS[1]:
+    if not VERSIONS[0] <= tuple(int(x) for x in vllm.__version__.split('.')[:2]) <= VERSIONS[1]:
         raise ImportError(f'vLLM {vllm.__version__} is not supported, only {".".join(map(str, VERSIONS[0]))} to {".".join(map(str, VERSIONS[1]))}')
     # the class itself, not its name: a name is looked into by a subprocess that imports all of vLLM. Nothing here touches
     # the GPU at import (vLLM's Qwen3.5 does, so it is imported in the constructor): the engine's process can still be forked
@@ -59,23 +58,25 @@ def read_config(name):
         raise ValueError(f'{where}: start_of_speech and end_of_speech must differ and be above {total}, got {frame} and {end}')
     return cfg, folder
 
-# -----------------------------------------------------------------------------
-# what goes in and comes out
+# ---- what goes in and comes out
 
-def settings(name, slots, length, dtype='bfloat16', **more):
-    """Arguments for vllm.LLM and vllm.AsyncEngineArgs. slots: requests at once; length: longest prompt and frames together. The key-value
-    cache has room for all slots at full length, so that nothing is preempted; more: any other argument, or other values."""
+def settings(name, slots, length, dtype='bfloat16', frames=4, **more):
+    """Arguments for vllm.LLM and vllm.AsyncEngineArgs. slots: requests at once; length: longest prompt and frames together; frames: of each
+    request in a step of the engine, see GepardForCausalLM.several. The key-value cache has room for all slots at full length, so that
+    nothing is preempted; more: any other argument, or other values."""
     (cfg, folder), exact = read_config(name), dtype == 'float32'
     os.environ |= {'TRITON_F32_DEFAULT': 'ieee'} if exact else {}                       # Triton multiplies float32 as tf32 otherwise
     token = 2 * cfg.num_hidden_layers * cfg.num_key_value_heads * cfg.head_dim * (4 if exact else 2)
-    sizes = sorted({slots, *(2 ** i for i in range(slots.bit_length()))})
+    sizes = [frames * n for n in sorted({slots, *(2 ** i for i in range(slots.bit_length()))})]
     return dict(
         model=folder, hf_overrides={'architectures': [ARCHITECTURE]}, skip_tokenizer_init=True, load_format='safetensors', generation_config='vllm', dtype=dtype,
-        max_model_len=length, max_num_seqs=slots, max_num_batched_tokens=max(8192, length), max_logprobs=len(cfg.levels) + 1,
+        max_model_len=length, max_num_seqs=slots, max_num_batched_tokens=max(8192, length, sizes[-1]), max_logprobs=len(cfg.levels) + 1,
         enable_prefix_caching=False,                        # it knows blocks by their tokens: all frames are one token, all prefixes too
         kv_cache_memory_bytes=token * (slots * -(-length // 64) + 1) * 64,
         gpu_memory_utilization=0.1,                         # decides nothing here, but so much must be free at the start: engines may share a GPU
         compilation_config=dict(mode=3, cudagraph_mode='FULL_AND_PIECEWISE', cudagraph_capture_sizes=sizes),
+        # vLLM's own way to tokens that are given room before they are drawn: it counts these frames as drafts, of a model of text diffusion
+        diffusion_config=dict(canvas_length=frames - 1) if frames > 1 else None,
         disable_log_stats=True) | (dict(attention_backend='TRITON_ATTN') if exact else {}) | more    # FlashAttention has no float32
 
 def request(text, cfg, voice=None, *, max_frames=300, temperature=0.4, seed=0, stop_threshold=0.5, stream=False, logprobs=True):
@@ -95,11 +96,10 @@ def request(text, cfg, voice=None, *, max_frames=300, temperature=0.4, seed=0, s
         output_kind=RequestOutputKind.CUMULATIVE if stream else RequestOutputKind.FINAL_ONLY)
     return {'prompt_token_ids': list(text)}, params
 
-def result(output, cfg, last=0):
-    """A vLLM CompletionOutput -> what model.Decoder gives: codes uint8 [n, K], logp [n], stop_logits, ended_by; and channel_logp [n, K].
-    last: only so many frames from the end; 0 = all"""
+def result(output, cfg):
+    """A vLLM CompletionOutput -> what model.Decoder gives: codes uint8 [n, K], logp [n], stop_logits, ended_by; and channel_logp [n, K]."""
     k, start = len(cfg.levels), np.cumsum([0, *cfg.levels[:-1]])
-    ids, values = (np.array(x[-last * (k + 2):]).reshape(-1, k + 2) for x in (output.logprobs.token_ids, output.logprobs.logprobs))
+    ids, values = (np.array(x).reshape(-1, k + 2) for x in (output.logprobs.token_ids, output.logprobs.logprobs))
     ended = len(ids) > 0 and ids[-1, 0] == cfg.special_tokens['end_of_speech']
     n = len(ids) - ended
     tensor = lambda x: torch.from_numpy(x.astype(np.float32))
@@ -121,36 +121,38 @@ class Engine:
 
     def run(self, jobs, on_frame=None):
         """jobs (text, voice, seed, cap); on_frame(step, codes [1, K], None) for each frame, where there is one job only."""
-        engine, jobs, number_of, more = self.llm.llm_engine, enumerate(jobs), {}, True
+        engine, jobs, number_of, heard = self.llm.llm_engine, enumerate(jobs), {}, 0
         torch.cuda.set_stream(self.stream)                  # a stream belongs to a thread, and vLLM knows only the one it began with
         try:
             while True:
-                while more and len(number_of) < 2 * self.slots:     # so many that no slot waits for the host
-                    number, job = next(jobs, (None, None))
-                    if more := job is not None:
-                        (text, voice, seed, cap), name = job, str(next(self.made))
-                        number_of[name] = number
-                        engine.add_request(name, *request(text, self.cfg, voice, seed=seed, max_frames=cap, stream=on_frame is not None, **self.options))
+                for number, (text, voice, seed, cap) in itertools.islice(jobs, 2 * self.slots - len(number_of)):     # so many that no slot waits for the host
+                    number_of[name := str(next(self.made))] = number
+                    engine.add_request(name, *request(text, self.cfg, voice, seed=seed, max_frames=cap, stream=on_frame is not None, **self.options))
                 if not number_of:
                     return
                 for out in engine.step():
                     spoken = out.outputs[0]
-                    if on_frame and len(codes := result(spoken, self.cfg, 1)['codes']):
-                        on_frame(len(spoken.token_ids) - 1, codes.long(), None)
+                    if on_frame:
+                        for codes in result(spoken, self.cfg)['codes'][heard:].long():
+                            on_frame(heard, codes[None], None)
+                            heard += 1
                     if out.finished:
                         yield number_of.pop(out.request_id), result(spoken, self.cfg)
         finally:                                            # left in the middle: nothing stays behind in the engine
             if number_of:
                 engine.abort_request(list(number_of))
 
-# -----------------------------------------------------------------------------
-# kernels: one launch before the transformer, one behind it
+# ---- kernels: one launch before the transformer, one behind it
 
 @triton.jit
-def locate(slot_of, start, position, table, source, ROOM: tl.constexpr, P: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where each token's input vector comes from, one program a request: source >= 0 a frame of the store, -1 the text, -2 - row a prefix."""
+def locate(slot_of, start, position, prefill_len, table, source, slot_here, prefill_here, ROOM: tl.constexpr, P: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Where each token's input vector comes from, one program a request: source >= 0 a frame of the store, -1 the text, -2 - row a prefix.
+    And each request's slot and prefill length, where a graph finds them."""
     b = tl.program_id(0)
-    at = table + tl.load(slot_of + b).to(tl.int64) * FIELDS
+    slot = tl.load(slot_of + b)
+    tl.store(slot_here + b, slot)
+    tl.store(prefill_here + b, tl.load(prefill_len + slot))
+    at = table + slot.to(tl.int64) * FIELDS
     place, prefix, prompt = tl.load(at), tl.load(at + 1), tl.load(at + 2)
     end = tl.load(start + b + 1)
     for first in range(tl.load(start + b), end, BLOCK):
@@ -168,18 +170,20 @@ def hashed(x):
     return x ^ (x >> 31)
 
 @triton.jit
-def sample_frame(logits, stride, slot_of, token_of, position, seq_len, prefill_len, table, starts, store, token, sampled, rejected, ids, values, rank, side,
+def sample_frame(logits, stride, row_of, token_of, position, slot_of, prefill_len, table, starts, store, token, sampled, rejected, ids, values, side,
                  ROOM: tl.constexpr, FIELDS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, FRAME: tl.constexpr, STOP: tl.constexpr):
-    """All channels of the next frame, one program a request. logits [n, K * L + ..]: -inf past a channel's codes, the stop logit behind them."""
-    b, slot = tl.program_id(0), tl.load(slot_of + tl.program_id(0))
-    at = table + slot.to(tl.int64) * FIELDS
-    place, prompt, seed = tl.load(at), tl.load(at + 2), tl.load(at + 5)
+    """All channels of the next frame, one program a request. logits [rows, K * L + ..]: -inf past a channel's codes, the stop logit behind them.
+    row_of [n + 1]: a request's rows; it is drawn from the first of them, the others are behind drafts that nobody made."""
+    b, row = tl.program_id(0), tl.load(row_of + tl.program_id(0))
+    logits += row.to(tl.int64) * stride
+    at = table + tl.load(slot_of + b).to(tl.int64) * FIELDS
+    place, prompt, seed, cap = tl.load(at), tl.load(at + 2), tl.load(at + 5), tl.load(at + 6)
     threshold, temperature = tl.load(at + 3).to(tl.int32).to(tl.float32, bitcast=True), tl.load(at + 4).to(tl.int32).to(tl.float32, bitcast=True)
-    frame = tl.load(position + tl.load(token_of + b)).to(tl.int64) + 1 - prompt         # the number of the frame drawn now
-    whole = tl.load(seq_len + b) >= tl.load(prefill_len + slot)                         # else in the middle of a prompt, or of frames that exist already
+    next = tl.load(position + tl.load(token_of + row)).to(tl.int64) + 1
+    frame, whole = next - prompt, next >= tl.load(prefill_len + b)                      # its number; else in the middle of a prompt, or of frames that exist already
     c, j = tl.arange(0, K), tl.arange(0, L)
     grid = c[:, None] * L + j[None, :]
-    x = tl.load(logits + b.to(tl.int64) * stride + grid)                                # [K, L]
+    x = tl.load(logits + grid)                                                          # [K, L]
     # model.gumbel; float64 as Triton's float32 logarithm is a coarse one near 1
     bits = hashed(hashed(seed.to(tl.uint64, bitcast=True)) + (frame * (K * L) + 1 + grid).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15) >> 41
     noise = -tl.log(-tl.log((bits.to(tl.float64) + 0.5) / 8388608)).to(tl.float32)
@@ -187,12 +191,12 @@ def sample_frame(logits, stride, slot_of, token_of, position, seq_len, prefill_l
     top = tl.max(x, 1)
     logp = tl.sum(tl.where(j[None, :] == code[:, None], x, 0.0), 1) - top - tl.log(tl.sum(tl.exp(x - top[:, None]), 1))    # at temperature 1
     tl.store(store + (place * ROOM + frame) * K + c, code.to(tl.uint8), mask=c < tl.where(whole & (frame >= 0) & (frame < ROOM), K, 0))
-    z = tl.load(logits + b.to(tl.int64) * stride + K * L)
+    z = tl.load(logits + K * L)
     stop = (frame > 0) & (1 / (1 + tl.exp(-z)) > threshold)                             # the first frame is always spoken
     total, word = tl.where(stop, 0.0, tl.sum(logp, 0)), tl.where(stop, STOP, FRAME)
     tl.store(token + b, word)
     tl.store(sampled + b, whole.to(tl.int32))
-    tl.store(rejected + b, 0)
+    tl.store(rejected + b, tl.load(row_of + b + 1) - row - 1)
     # the request's log-probs: a column for the token, one a channel under an id of its own, the stop logit
     ids, values = ids + b * (K + 2), values + b * (K + 2)
     tl.store(ids, word)
@@ -201,15 +205,13 @@ def sample_frame(logits, stride, slot_of, token_of, position, seq_len, prefill_l
     tl.store(values, total)
     tl.store(values + 1 + c, logp)
     tl.store(values + K + 1, z)
-    tl.store(rank + b, frame)
     # the side channel's row: codes by the byte, frame number * 2 + (end), log-prob
     side += b * (K // 4 + 2)
     tl.store(side + tl.arange(0, K // 4), tl.sum(tl.reshape(code.to(tl.int32), (K // 4, 4)) << (8 * tl.arange(0, 4))[None, :], 1))
-    tl.store(side + K // 4, tl.where(whole & (frame >= 0), frame * 2 + stop, -1))
+    tl.store(side + K // 4, tl.where(whole & (frame >= 0) & (frame < cap), frame * 2 + stop, -1))
     tl.store(side + K // 4 + 1, total.to(tl.int32, bitcast=True))
 
-# -----------------------------------------------------------------------------
-# the model
+# ---- the model
 
 class GepardForCausalLM(nn.Module):
     """vLLM's Qwen3.5 transformer, compiled and graph-captured by it, between model.py's frame embedding and heads."""
@@ -261,17 +263,39 @@ class GepardForCausalLM(nn.Module):
     def embed_input_ids(self, input_ids):                   # nobody calls it, but a model is known by it
         return self.model.embed_input_ids(input_ids)
 
-    def inputs(self, input_ids):
-        """Input vectors of the step's tokens, where Requests.source says they come from. Part of the captured graph."""
-        s, n = self.state, len(input_ids)
-        source = s.source[:n, None]
-        frames = self.audio.frame_embedding(s.store[s.source[:n].clamp(min=0)].long())
-        prefix = s.prefixes.flatten(0, 1)[(-2 - s.source[:n]).clamp(min=0)]
-        before = torch.where(source == -1, self.model.embed_tokens(input_ids), prefix)
-        return torch.where(source >= 0, frames, before, out=s.vectors[:n])               # one address for good: piecewise graphs read it in place
+    def inputs(self, source, input_ids):
+        """Input vectors of tokens, from where Requests.source says. Part of the captured graph."""
+        s = self.state
+        frames = self.audio.frame_embedding(s.store[source.clamp(min=0)].long())
+        prefix = s.prefixes.flatten(0, 1)[(-2 - source).clamp(min=0)]
+        before = torch.where(source[:, None] == -1, self.model.embed_tokens(input_ids), prefix)
+        return torch.where(source[:, None] >= 0, frames, before, out=s.vectors[:len(source)])    # one address for good: piecewise graphs read it in place
 
     def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs):
-        return self.model(None, positions, None, self.inputs(input_ids))
+        s, n = self.state, len(positions)
+        if s.frames > 1:
+            from vllm.forward_context import get_forward_context
+            c = get_forward_context()
+            m = next(iter(c.attn_metadata.values())) if c.attn_metadata else None
+            if m and m.max_query_len == s.frames and n == s.frames * len(m.seq_lens):   # so also while a graph is recorded
+                return self.several(input_ids.view(-1, s.frames), positions.view(-1, s.frames), c, m)
+            s.looped = False
+        return self.model(None, positions, None, self.inputs(s.source[:n], input_ids))
+
+    def several(self, input_ids, positions, c, m):
+        """A step in which each request has `frames` tokens [n, frames], of which all but the first are yet to be drawn: one after the other, each with
+        attention of its own. Inside the captured graph, so vLLM's work in Python (more than the GPU's) is paid once for all of them."""
+        s, (n, k), step, out = self.state, positions.shape, (c.attn_metadata, c.slot_mapping), []
+        rows = torch.arange(n + 1, dtype=torch.int32, device=positions.device)
+        for i in range(k):
+            slots = next(iter(step[1].values()))[:n * k].view(n, k)[:, i].contiguous()
+            one = dataclasses.replace(m, max_query_len=1, num_actual_tokens=n, query_start_loc=m.query_start_loc // k, seq_lens=(m.seq_lens - (k - 1 - i)).clamp(min=0),
+                                      slot_mapping=slots, scheduler_metadata=None)
+            c.attn_metadata, c.slot_mapping = dict.fromkeys(step[0], one), dict.fromkeys(step[1], slots)
+            out.append(self.model(None, positions[:, i].contiguous(), None, self.inputs(s.source[:n * k].view(n, k)[:, i], input_ids[:, i])))
+            s.sampler.draw(self.compute_logits(out[-1]), rows, rows * k + i, positions, [x[i] for x in s.sampler.kept])
+        c.attn_metadata, c.slot_mapping = step
+        return torch.stack(out, 1).flatten(0, 1)
 
     def compute_logits(self, hidden_states):
         return F.linear(hidden_states.float(), self.head_weight, self.head_bias)
@@ -282,17 +306,20 @@ class Requests:
         super().__init__(vllm_config, model, encoder_cache, device)
         cfg, slots = model.cfg, self.max_num_reqs
         self.room, self.wants = self.max_model_len, np.zeros(slots, bool)               # frames of a place; which requests want log-probs
-        self.free = list(range(2 * slots + 8))              # places of the store; twice as many, see remove_request
-        self.store = torch.zeros(len(self.free) * self.room, len(cfg.levels), dtype=torch.uint8, device=device)
+        self.frames, self.looped = vllm_config.num_speculative_tokens + 1, False        # whether this step's are drawn already
+        self.free = list(range(2 * slots + 8))              # places of the store; twice as many, see remove_request; and one for rows that fill up
+        self.store = torch.zeros((len(self.free) + 1) * self.room, len(cfg.levels), dtype=torch.uint8, device=device)
         self.prefixes = torch.zeros(slots + VOICES, max(1, cfg.num_queries), cfg.hidden_size, dtype=self.dtype, device=device)
-        self.host, self.table = torch.zeros(slots, FIELDS, dtype=torch.int64), torch.zeros(slots, FIELDS, dtype=torch.int64, device=device)
+        self.host = torch.zeros(slots + 1, FIELDS, dtype=torch.int64)
+        self.host[slots, 0] = len(self.free)
+        self.table, self.slot_of, self.prefill = self.host.to(device), *torch.zeros(2, slots, dtype=torch.int32, device=device)
         self.source = torch.zeros(self.max_num_tokens, dtype=torch.int32, device=device)
         self.vectors = torch.zeros(self.max_num_tokens, cfg.hidden_size, dtype=self.dtype, device=device)
         self.live, self.kept, self.voices, self.resumed = {}, collections.OrderedDict(), collections.OrderedDict(), 0
         self.side, model.state = (vllm_config.additional_config or {}).get('side'), self
         if self.table.is_cuda:                              # compiled now, not in the first request
             few = torch.zeros(2, dtype=torch.int32, device=device)
-            locate[(1,)](few, few, few.long(), self.table, self.source, ROOM=self.room, P=cfg.num_queries, FIELDS=FIELDS, BLOCK=128, num_warps=1)
+            self.locate(1, few, few, few.long(), few)
 
     def add_request(self, index, new):
         params, name, length = new.sampling_params, new.req_id, len(new.prompt_token_ids)
@@ -308,7 +335,7 @@ class Requests:
         bits = lambda x: struct.unpack('<i', struct.pack('<f', x))[0]
         seed = params.seed if params.seed is not None else int(np.random.randint(2 ** 63 - 1))
         self.wants[index] = params.logprobs is not None
-        self.host[index] = torch.tensor([place, self.prefix_of(voice), length, bits(extra.get('stop_threshold', 0.5)), bits(params.temperature), seed])
+        self.host[index] = torch.tensor([place, self.prefix_of(voice), length, bits(extra.get('stop_threshold', 0.5)), bits(params.temperature), seed, params.max_tokens])
 
     def prefix_of(self, voice):
         """Row of a voice's prefix vectors, made when first asked for. voice: bytes of its codes, empty = the null prefix, None = none (-1)"""
@@ -337,47 +364,70 @@ class Requests:
 
     def prepare_inputs(self, batch, req_states):
         """Before the graph: what this reads may be elsewhere in the next step (vLLM's buffers move), what it writes may not."""
-        locate[(batch.num_reqs,)](batch.idx_mapping, batch.query_start_loc, batch.positions, self.table, self.source,
-                                  ROOM=self.room, P=self.model.cfg.num_queries, FIELDS=FIELDS, BLOCK=128, num_warps=1)
+        self.looped = bool((batch.num_scheduled_tokens == self.frames).all()) and self.frames > 1
+        self.slot_of.fill_(self.max_num_reqs)
+        self.locate(batch.num_reqs, batch.idx_mapping, batch.query_start_loc, batch.positions, req_states.prefill_len.gpu)
         return {}
+
+    def locate(self, n, *where):
+        locate[(n,)](*where, self.table, self.source, self.slot_of, self.prefill, ROOM=self.room, P=self.model.cfg.num_queries, FIELDS=FIELDS, BLOCK=128, num_warps=1)
 
     def prepare_dummy_inputs(self, num_reqs, num_tokens):
         return {}
 
     def custom_sampler(self, base):
-        return Sampler(self, base.req_states), None         # base is let go: its penalties take 4 bytes x vocabulary a slot
+        self.sampler = Sampler(self)                        # base is let go: its penalties take 4 bytes x vocabulary a slot
+        return self.sampler, None
 
 class Sampler:
     """In the place of vLLM's own: 32 codes and the stop in one launch; of all this vLLM sees one token id a request.
     additional_config={'side': 'ipc:///tmp/frames'}: each step's frames are also sent in one message for all requests, asked for log-probs
     or not (at many streams those are most of vLLM's work: three small arrays a request and step). `unpack` reads it."""
-    def __init__(self, state, req_states):
+    def __init__(self, state):
         from vllm.v1.outputs import LogprobsTensors
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
-        self.state, self.req_states, self.LogprobsTensors, self.SamplerOutput = state, req_states, LogprobsTensors, SamplerOutput
+        self.state, self.LogprobsTensors, self.SamplerOutput = state, LogprobsTensors, SamplerOutput
         self.penalties_state = types.SimpleNamespace(output_bin_counts=None)            # which vLLM updates, if there is one
         self.starts = torch.tensor(np.cumsum([0, *state.model.cfg.levels]), device=state.device)
+        self.kept = self.new(state.frames, state.max_num_reqs)                          # of GepardForCausalLM.several
         self.outbox = state.side and queue.SimpleQueue()
         if state.side:
             threading.Thread(target=self.send, daemon=True).start()
 
     add_request = apply_staged_writes = lambda self, *args: None                        # Requests has seen to it
 
+    def new(self, *size):
+        """token, sampled, rejected, ids, values, side. Each a tensor of its own: slices of one would be aligned differently for each n, and Triton would compile again"""
+        k = len(self.state.model.cfg.levels)
+        make = lambda *more, dtype=torch.int32: torch.empty(*size, *more, dtype=dtype, device=self.state.device)
+        return make(dtype=torch.int64), make(), make(), make(k + 2), make(k + 2, dtype=torch.float32), make(k // 4 + 2)
+
+    def draw(self, logits, row_of, token_of, positions, out):
+        s, cfg = self.state, self.state.model.cfg
+        sample_frame[(len(row_of) - 1,)](
+            logits, logits.stride(0), row_of, token_of, positions, s.slot_of, s.prefill, s.table, self.starts, s.store, *out, ROOM=s.room, FIELDS=FIELDS, K=len(cfg.levels),
+            L=max(cfg.levels), FRAME=cfg.special_tokens['start_of_speech'], STOP=cfg.special_tokens['end_of_speech'], num_warps=1)
+
     def __call__(self, logits, batch):
-        s, n, cfg = self.state, batch.num_reqs, self.state.model.cfg
-        k, new = len(cfg.levels), lambda *size, dtype=torch.int32: torch.empty(size, dtype=dtype, device=logits.device)
-        # each a tensor of its own: slices of one would be aligned differently for each n, and Triton would compile again
-        token, sampled, rejected, ids, values = new(n, 1, dtype=torch.int64), new(n), new(n), new(n, k + 2), new(n, k + 2, dtype=torch.float32)
-        rank, side = new(n), new(n, k // 4 + 2)
-        sample_frame[(n,)](logits, logits.stride(0), batch.idx_mapping, batch.logits_indices, batch.positions, batch.seq_lens, self.req_states.prefill_len.gpu, s.table,
-                           self.starts, s.store, token, sampled, rejected, ids, values, rank, side, ROOM=s.room, FIELDS=FIELDS, K=k, L=max(cfg.levels),
-                           FRAME=cfg.special_tokens['start_of_speech'], STOP=cfg.special_tokens['end_of_speech'], num_warps=1)
+        s, n, k, ask = self.state, batch.num_reqs, self.state.frames if self.state.looped else 1, self.state.wants[batch.idx_mapping_np].any()
+        if s.looped:                                        # drawn in the graph. All count, but of the end of a prompt only the last does: it comes first
+            sampled = self.kept[1][:, :n].sum(0, dtype=torch.int32)
+            place = torch.arange(k, device=s.device) + (k - sampled)[:, None]
+            pick = lambda x: x[place.clamp(max=k - 1), torch.arange(n, device=s.device)[:, None]]             # [n, k, ..]
+            token, side, rejected = pick(self.kept[0]), pick(self.kept[5]), torch.zeros_like(sampled)
+            number = side[..., -2]
+            end = (number >= 0) & (number % 2 > 0)
+            number.masked_fill_((end.cumsum(1) > end.int()) | (place >= k), -1)         # past the end nothing is to be heard
+            logprobs = [pick(x).flatten(0, 1) for x in self.kept[3:5]] if ask else None
+        else:
+            token, sampled, rejected, *logprobs, side = out = self.new(n)
+            self.draw(logits, batch.cu_num_logits, batch.logits_indices, batch.positions, out)
         if self.outbox:
             there, event = side.to('cpu', non_blocking=True), torch.cuda.Event(blocking=True)
             event.record()
             self.outbox.put((batch.req_ids, there, event, side))
-        logprobs = self.LogprobsTensors(ids, values, rank) if s.wants[batch.idx_mapping_np].any() else None
-        return self.SamplerOutput(sampled_token_ids=token, logprobs_tensors=logprobs, num_nans=None, num_sampled=sampled, num_rejected=rejected)
+        return self.SamplerOutput(sampled_token_ids=token.view(n, k), logprobs_tensors=self.LogprobsTensors(*logprobs, logprobs[0][:, 0], list(range(0, n * k, k))) if ask else None,
+                                  num_nans=None, num_sampled=sampled, num_rejected=rejected)
 
     def send(self):
         import zmq
@@ -390,8 +440,7 @@ class Sampler:
             socket.send_multipart([' '.join(names).encode(), there.numpy().tobytes()])
 
 def unpack(message, k=32):
-    """A message of the side channel -> names, codes uint8 [n, K], frame numbers [n] (-1: nothing to hear), end [n], log-probs [n]"""
-    names = message[0].decode().split(' ')
-    rows = np.frombuffer(message[1], '<i4').reshape(len(names), k // 4 + 2)
-    at = rows[:, k // 4]
+    """A message of the side channel -> names, codes uint8 [n, K], frame numbers [n] (-1: nothing to hear), end [n], log-probs [n]; n: all frames of all requests"""
+    names, rows = message[0].decode().split(' '), np.frombuffer(message[1], '<i4').reshape(-1, k // 4 + 2)
+    names, at = [name for name in names for _ in range(len(rows) // len(names))], rows[:, k // 4]
     return names, np.ascontiguousarray(rows[:, :k // 4]).view(np.uint8), at >> 1, (at >= 0) & (at & 1 > 0), np.ascontiguousarray(rows[:, -1]).view(np.float32)

@@ -22,6 +22,7 @@ vocab = 248320
 streams = (1, 32, 128, 256, 512)
 engines = 4                     # on this GPU, of
 engine_streams = 128            # streams each
+frames = 4                      # of a request in a step of the engine
 requests = 10000                # of leak
 codec = ''                      # a codec file of NanoCodec's size (measure_encode.py leaves one in its folder); '' = frames alone
 first_frames = 10               # first audio: so many frames are decoded at once
@@ -132,7 +133,7 @@ def right(dtype, **more):
     probs = np.concatenate([r['stop_probs'] for r in wanted(model, jobs, True, temperature=0, stop_threshold=1.0)])
     threshold = float(np.quantile(probs, 0.99))                                     # so that some of them stop by themselves
     for temperature in (0.0, 0.8):
-        engine = V.Engine(FOLDER, 16, 256, dtype, temperature, threshold, **more) if not temperature else engine
+        engine = V.Engine(FOLDER, 16, 256, dtype, temperature, threshold, frames=frames, **more) if not temperature else engine
         engine.options['temperature'] = temperature
         for prefixed in (True, False):
             kw = dict(temperature=temperature, stop_threshold=threshold)
@@ -154,7 +155,7 @@ def inside(engine):
 
 def leak():
     import resource
-    engine = V.Engine(FOLDER, 64, 128, stop_threshold=1.0)
+    engine = V.Engine(FOLDER, 64, 128, stop_threshold=1.0, frames=frames)
     jobs, seen, rng = jobs_of(1000, engine.cfg), [], np.random.default_rng(0)
     for turn in range(-(-requests // 1000)):
         run = engine.run([(t, v, s, int(rng.integers(2, 16))) for t, v, s, _ in jobs])
@@ -264,12 +265,12 @@ def table(sizes, lengths_of=(None, 400)):
 
     async def go():
         started = time.time()
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**V.settings(FOLDER, max(sizes), 640, additional_config={'side': SIDE}, **({'attention_backend': attention} if attention else {}))))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**V.settings(FOLDER, max(sizes), 640, frames=frames, additional_config={'side': SIDE}, **({'attention_backend': attention} if attention else {}))))
         cfg, made = V.read_config(FOLDER)[0], 0
 
-        async def burst(n, frames, seed):
+        async def burst(n, length, seed):
             nonlocal made
-            jobs = {f'r{made + i}': j for i, j in enumerate(jobs_of(n, cfg, frames, seed))}
+            jobs = {f'r{made + i}': j for i, j in enumerate(jobs_of(n, cfg, length, seed))}
             made += n
             lengths = {k: j[3] for k, j in jobs.items()}
             ask(lengths)
@@ -385,5 +386,5 @@ if __name__ == '__main__':
             wait([start('rate', n) for n in range(engines)])
             done = [json.load(open(f'{out}/rate-{n}.json')) for n in range(engines) if os.path.exists(f'{out}/rate-{n}.json')]
             if len(done) == engines:
-                begin, end, frames = (f(x) for f, x in zip((min, max, sum), zip(*done)))
-                print(f'engines: {engines} x {engine_streams} streams of 600 frames: {frames / RATE / (end - begin):,.0f} s of audio a second', flush=True)
+                begin, end, spoken = (f(x) for f, x in zip((min, max, sum), zip(*done)))
+                print(f'engines: {engines} x {engine_streams} streams of 600 frames: {spoken / RATE / (end - begin):,.0f} s of audio a second', flush=True)

@@ -4,7 +4,7 @@ runner drives them and held against model.generate. What needs an engine is in a
 
     pytest tests/test_vllm.py
 """
-import abc, collections, os, subprocess, sys, types
+import abc, collections, dataclasses, os, subprocess, sys, types
 
 import numpy as np
 import pytest
@@ -34,7 +34,9 @@ class DefaultModelState(abc.ABC):
 
 
 SamplerOutput = collections.namedtuple('SamplerOutput', 'sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected')
-LogprobsTensors = collections.namedtuple('LogprobsTensors', 'logprob_token_ids logprobs selected_token_ranks')
+LogprobsTensors = collections.namedtuple('LogprobsTensors', 'logprob_token_ids logprobs selected_token_ranks cu_num_generated_tokens')
+Metadata = dataclasses.make_dataclass('Metadata', 'max_query_len num_actual_tokens query_start_loc seq_lens slot_mapping scheduler_metadata'.split())
+CONTEXT = types.SimpleNamespace(attn_metadata=None, slot_mapping=None)
 
 
 class AutoWeightsLoader:
@@ -61,9 +63,11 @@ def vllm(monkeypatch):
     """Stand-ins for the modules of vLLM that are imported."""
     for name in [n for n in sys.modules if n.split('.')[0] == 'vllm']:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(torch.cuda, 'Event', lambda **kw: types.SimpleNamespace(record=lambda: None))
     install('vllm', __version__='0.26.0', SamplingParams=lambda **kw: types.SimpleNamespace(**kw))
     install('vllm.sampling_params', RequestOutputKind=types.SimpleNamespace(CUMULATIVE='cumulative', FINAL_ONLY='final'))
     install('vllm.model_executor.models.utils', AutoWeightsLoader=AutoWeightsLoader)
+    install('vllm.forward_context', get_forward_context=lambda: CONTEXT)
     install('vllm.v1.outputs', LogprobsTensors=LogprobsTensors)
     install('vllm.v1.worker.gpu.sample.output', SamplerOutput=SamplerOutput)
     install('vllm.v1.worker.gpu.model_states.default', DefaultModelState=DefaultModelState)
@@ -84,15 +88,19 @@ class Transformer(torch.nn.Module):
         return self.embed_tokens(ids)
 
     def forward(self, input_ids, positions, intermediate_tensors, inputs_embeds):
-        out, first = [], 0
-        for slot, count in self.batch:
-            at, x = int(positions[first]), inputs_embeds[first:first + count]
-            assert positions[first:first + count].tolist() == list(range(at, at + count)) and at == len(self.rows.get(slot, ()))
-            self.rows[slot] = torch.cat((self.rows[slot], x)) if at else x.clone()
-            n = at + count
-            out.append(self.inner[0](self.rows[slot], torch.arange(n), M.packed_attention, (torch.tensor([0, n], dtype=torch.int32), n))[at:])
-            first += count
-        return torch.cat(out)
+        """Whose tokens these are it knows from the context alone, as attention does: a slot's cache begins at 1000 times its number."""
+        m, out = CONTEXT.attn_metadata['layer'], torch.zeros_like(inputs_embeds)
+        assert len(positions) == len(inputs_embeds) == m.num_actual_tokens == len(m.slot_mapping) and CONTEXT.slot_mapping['layer'] is m.slot_mapping
+        start = m.query_start_loc.tolist()
+        for first, last, n in zip(start, start[1:], m.seq_lens.tolist()):
+            if last == first:                                               # fills up
+                continue
+            at, (slot, place) = n - (last - first), divmod(int(m.slot_mapping[first]), 1000)
+            assert last - first <= m.max_query_len and positions[first:last].tolist() == list(range(at, n)) and at <= len(self.rows.get(slot, ()))
+            assert m.slot_mapping[first:last].tolist() == list(range(1000 * slot + at, 1000 * slot + n))
+            self.rows[slot] = torch.cat((self.rows[slot][:at], inputs_embeds[first:last])) if at else inputs_embeds[first:last].clone()
+            out[first:last] = self.inner[0](self.rows[slot], torch.arange(n), M.packed_attention, (torch.tensor([0, n], dtype=torch.int32), n))[at:]
+        return out
 
 
 def model_of(folder, V):
@@ -107,14 +115,15 @@ def model_of(folder, V):
 
 
 class Runner:
-    """vLLM's scheduler and V2 runner in small: slots, prompts in chunks, one frame a step, preemption."""
+    """vLLM's scheduler and V2 runner in small: slots, prompts in chunks, preemption, drafts (frames - 1 of each request that is past its prompt)."""
 
-    def __init__(self, model, slots, chunk=1000):
-        self.model, self.chunk, self.free, self.requests, self.waiting = model, chunk, list(range(slots)), {}, []
+    def __init__(self, model, slots, chunk=1000, frames=1):
+        self.model, self.chunk, self.free, self.requests, self.waiting, self.frames, self.slots, self.sides = model, chunk, list(range(slots)), {}, [], frames, slots, []
         cls = model.get_model_state_cls()
-        self.state = cls(types.SimpleNamespace(slots=slots, additional_config={}), model, None, torch.device('cpu'))
+        self.state = cls(types.SimpleNamespace(slots=slots, additional_config={}, num_speculative_tokens=frames - 1), model, None, torch.device('cpu'))
         self.prefill_len = torch.zeros(slots, dtype=torch.int32)
-        self.sampler, _ = self.state.custom_sampler(types.SimpleNamespace(req_states=types.SimpleNamespace(prefill_len=types.SimpleNamespace(gpu=self.prefill_len))))
+        self.sampler, _ = self.state.custom_sampler(None)
+        self.sampler.outbox = types.SimpleNamespace(put=self.sides.append)
 
     def add(self, name, prompt, params):
         self.waiting.append((name, types.SimpleNamespace(prompt=prompt['prompt_token_ids'], params=params, out=[], lp=[])))
@@ -139,30 +148,46 @@ class Runner:
             self.state.apply_staged_writes()
         names = sorted(self.requests, key=lambda n: len(self.requests[n].ids) - self.requests[n].done)
         rs = [self.requests[n] for n in names]
-        counts = [min(self.chunk, len(r.ids) - r.done) for r in rs]
-        i32 = lambda x: torch.tensor(x, dtype=torch.int32)
+        drafts = [self.frames - 1 if len(r.ids) - r.done == 1 and r.out and len(r.ids) + self.frames <= 256 else 0 for r in rs]
+        counts = [min(self.chunk, len(r.ids) - r.done) + d for r, d in zip(rs, drafts)]
+        i32, n, total = lambda x: torch.tensor(x, dtype=torch.int32), len(rs), sum(counts)
+        uniform = self.frames > 1 and set(counts) == {self.frames}
+        padded = min(self.slots, 1 << (n - 1).bit_length()) if uniform else n                       # a recorded graph has its own number of requests
+        more = (padded - n) * self.frames
+        start, logits = np.cumsum([0, *counts]), np.cumsum([0, *(d + 1 for d in drafts)])
+        slots = i32([1000 * r.slot + p for r, c in zip(rs, counts) for p in range(r.done, r.done + c)] + [-1] * more)
         batch = types.SimpleNamespace(
-            num_reqs=len(rs), req_ids=names, idx_mapping=i32([r.slot for r in rs]), idx_mapping_np=np.array([r.slot for r in rs]),
-            query_start_loc=i32(np.cumsum([0, *counts])), positions=torch.cat([torch.arange(r.done, r.done + c) for r, c in zip(rs, counts)]),
-            logits_indices=i32(np.cumsum(counts) - 1), seq_lens=i32([r.done + c for r, c in zip(rs, counts)]))
-        assert self.state.prepare_inputs(batch, None) == {}
-        self.model.model.batch = [(r.slot, c) for r, c in zip(rs, counts)]
-        ids = torch.tensor([i for r, c in zip(rs, counts) for i in r.ids[r.done:r.done + c]])
+            num_reqs=n, req_ids=names, idx_mapping=i32([r.slot for r in rs]), idx_mapping_np=np.array([r.slot for r in rs]), num_scheduled_tokens=np.array(counts),
+            query_start_loc=i32([*start, *[total] * (padded - n)]), positions=torch.cat([*(torch.arange(r.done, r.done + c) for r, c in zip(rs, counts)), torch.full((more,), 7)]),
+            logits_indices=i32([e - 1 - d + i for e, d in zip(start[1:], drafts) for i in range(d + 1)]), cu_num_logits=i32(logits))
+        seq_lens = i32([*(r.done + c for r, c in zip(rs, counts)), *[0] * (padded - n)])
+        assert self.state.prepare_inputs(batch, types.SimpleNamespace(prefill_len=types.SimpleNamespace(gpu=self.prefill_len))) == {}
+        CONTEXT.slot_mapping = {'layer': slots}
+        CONTEXT.attn_metadata = {'layer': Metadata(max(counts), total + more, batch.query_start_loc, seq_lens, slots, 'made for this step alone')}
+        ids = torch.tensor([i for r, c in zip(rs, counts) for i in (r.ids + [0] * self.frames)[r.done:r.done + c]] + [0] * more)
+        self.sides.clear()
         out = self.sampler(self.model.compute_logits(self.model(ids, batch.positions)[batch.logits_indices]), batch)
+        assert self.state.looped == uniform
+        side = V.unpack([' '.join(names).encode(), self.sides[0][1].numpy().tobytes()])
         ended = {}
         for b, (name, r) in enumerate(zip(names, rs)):
-            r.done += counts[b]
-            assert int(out.num_sampled[b]) == (r.done == len(r.ids)) and not out.num_rejected[b]
-            if not out.num_sampled[b]:
-                continue
-            r.out.append(int(out.sampled_token_ids[b]))
-            r.ids.append(r.out[-1])
-            if r.params.logprobs is not None:
-                assert int(out.logprobs_tensors.selected_token_ranks[b]) == len(r.out) - 1       # the frame's number
-                r.lp.append((out.logprobs_tensors.logprob_token_ids[b], out.logprobs_tensors.logprobs[b]))
-            if r.out[-1] in r.params.stop_token_ids or len(r.out) == r.params.max_tokens:
-                self.leave(name)
-                ended[name] = r
+            r.done += counts[b] - int(out.num_rejected[b])
+            whole = r.done >= len(r.ids)
+            assert int(out.num_sampled[b]) == whole * (self.frames if uniform and drafts[b] else 1) and int(out.num_rejected[b]) == drafts[b] * (not uniform)
+            heard = [i for i in range(len(side[0])) if side[0][i] == name and side[2][i] >= 0]
+            said = []
+            for i in range(int(out.num_sampled[b])):
+                said.append(int(out.sampled_token_ids[b, i]))
+                r.out.append(said[-1])
+                r.ids.append(said[-1])
+                if r.params.logprobs is not None:
+                    row = (out.logprobs_tensors.cu_num_generated_tokens or range(n))[b] + i
+                    r.lp.append((out.logprobs_tensors.logprob_token_ids[row], out.logprobs_tensors.logprobs[row]))
+                if said[-1] in r.params.stop_token_ids or len(r.out) == r.params.max_tokens:
+                    self.leave(name)
+                    ended[name] = r
+                    break
+            assert [(int(side[2][i]), bool(side[3][i])) for i in heard] == [(len(r.out) - len(said) + i, t in r.params.stop_token_ids) for i, t in enumerate(said)]
         return ended
 
 
@@ -193,10 +218,10 @@ if INTERPRETED:
         clips = [g.integers(0, 2016, (n, 8)).astype(np.uint16) for n in (5, 9, 30)] + [None]
         return m, path, texts_of(m.cfg, 16), [clips[i % 4] for i in range(16)], [7 * i for i in range(15)] + [2 ** 63 - 1], [1 + 5 * i % 13 for i in range(16)]
 
-    def speak(made, slots, voiced=True, preempt=(), chunk=1000, n=16, **kw):
+    def speak(made, slots, voiced=True, preempt=(), chunk=1000, n=16, frames=1, **kw):
         """n of them through Runner -> results, the state. preempt: in these steps all but one of the running requests"""
         m, path, texts, voices, seeds, caps = made
-        texts, runner = texts[:n], Runner(model_of(path, V)[0], slots, chunk)
+        texts, runner = texts[:n], Runner(model_of(path, V)[0], slots, chunk, frames)
         for i in range(len(texts)):
             runner.add(str(i), *V.request(texts[i], m.cfg, voices[i] if voiced else False, seed=seeds[i], max_frames=caps[i], **kw))
         done, step = {}, 0
@@ -208,11 +233,12 @@ if INTERPRETED:
                     runner.leave(name, again=True)
         return [V.result(outcome(done[str(i)]), m.cfg) for i in range(len(texts))], runner.state
 
-    @pytest.mark.parametrize('kw, voiced', [(dict(temperature=0), True), (dict(temperature=0), False), (dict(temperature=0.8), True)], ids=['greedy', 'no prefix', 'drawn'])
+    @pytest.mark.parametrize('kw, voiced', [(dict(temperature=0), True), (dict(temperature=0, frames=3), False), (dict(temperature=0.8), True), (dict(temperature=0.8, frames=4), True)],
+                             ids=['greedy', 'no prefix, several', 'drawn', 'drawn, several'])
     def test_equals_generate(made, vllm, kw, voiced):
         """16 requests at once, in fp32: codes, ends, log-probs and stop logits are those of model.generate, from the same seeds."""
         m, _, texts, voices, seeds, caps = made
-        want = M.generate(m, texts, m.voices(voices) if voiced else None, seeds=seeds, max_frames=caps, stop_threshold=0.9, **kw)
+        want = M.generate(m, texts, m.voices(voices) if voiced else None, seeds=seeds, max_frames=caps, stop_threshold=0.9, temperature=kw['temperature'])
         got, _ = speak(made, 16, voiced, stop_threshold=0.9, **kw)
         assert {r['ended_by'] for r in want} == {'stop_head', 'max_frames'}
         for i, (a, b) in enumerate(zip(got, want)):
@@ -233,9 +259,9 @@ if INTERPRETED:
     def test_slots_chunks_and_preemption_do_not_matter(made, vllm):
         kw = dict(temperature=0.8, stop_threshold=0.9, n=9)
         want, _ = speak(made, 16, **kw)
-        for slots, chunk, preempt in ((3, 1000, ()), (6, 5, (2, 3, 6, 12))):
-            got, state = speak(made, slots, chunk=chunk, preempt=preempt, **kw)
-            assert all(torch.equal(a['codes'], b['codes']) and a['ended_by'] == b['ended_by'] for a, b in zip(got, want)), (slots, chunk)
+        for slots, chunk, preempt, frames in ((3, 1000, (), 1), (6, 5, (2, 3, 6, 12), 1), (3, 1000, (), 4), (5, 4, (4, 6, 9), 4), (6, 5, (4, 6), 2)):
+            got, state = speak(made, slots, chunk=chunk, preempt=preempt, frames=frames, **kw)
+            assert all(torch.equal(a['codes'], b['codes']) and a['ended_by'] == b['ended_by'] for a, b in zip(got, want)), (slots, chunk, frames)
             assert (state.resumed > 2) == bool(preempt) and not state.live
 
     def test_each_request_has_its_own_settings(made, vllm):
@@ -265,37 +291,40 @@ if INTERPRETED:
         logits[:, 256] = z = torch.linspace(-3, 3, n)
         frame, seed = torch.arange(n) * 7 % 11, torch.randint(0, 2 ** 63 - 1, (n,), generator=g)
         temperature, threshold = torch.tensor([0.0, 0.05, 0.4, 3.0] * 6), torch.linspace(0.05, 0.95, n)
-        table = torch.stack((torch.arange(n), -torch.ones(n).long(), torch.full((n,), at), threshold.view(torch.int32).long(), temperature.view(torch.int32).long(), seed), 1)
+        table = torch.stack((torch.arange(n), -torch.ones(n).long(), torch.full((n,), at), threshold.view(torch.int32).long(), temperature.view(torch.int32).long(), seed, torch.full((n,), 9)), 1)
         order = torch.randperm(n, generator=g).int()                            # slots are not the batch's order
         slots, pos = table.clone(), at - 1 + frame
         slots[order.long()] = table
         new = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype)
-        token, sampled, rejected, ids, values, rank, side = new(n, 1, dtype=torch.int64), new(n), new(n), new(n, 34), new(n, 34, dtype=torch.float32), new(n), new(n, 10)
+        token, sampled, rejected, ids, values, side = new(n, 1, dtype=torch.int64), new(n), new(n), new(n, 34), new(n, 34, dtype=torch.float32), new(n, 10)
         store, whole = new(n * 32, 32, dtype=torch.uint8), torch.arange(n) % 5 > 0
-        V.sample_frame[(n,)](logits, 264, order, torch.arange(n).int(), pos, (pos + whole).int(), pos.int()[torch.argsort(order)] + 1, slots, torch.tensor(np.cumsum([0, *cfg.levels])),
-                             store, token, sampled, rejected, ids, values, rank, side, ROOM=32, FIELDS=V.FIELDS, K=32, L=8, FRAME=260, STOP=261)
+        rows = torch.arange(n + 1).int() * 2                                    # each with one draft
+        V.sample_frame[(n,)](logits.repeat_interleave(2, 0) + torch.tensor([0, 9e9]).repeat(n)[:, None], 264, rows, torch.arange(2 * n).int() // 2, pos, order, pos.int() + 1 + ~whole,
+                             slots, torch.tensor(np.cumsum([0, *cfg.levels])),
+                             store, token, sampled, rejected, ids, values, side, ROOM=32, FIELDS=V.FIELDS, K=32, L=8, FRAME=260, STOP=261)
         x = logits[:, :256].view(n, 32, 8)
         codes = torch.where(temperature[:, None, None] > 0, x / temperature[:, None, None].clamp(min=1e-9) + M.gumbel(M.hashed(seed), frame, 32, 8), x).argmax(-1)
         logp = x.log_softmax(-1).gather(-1, codes[..., None])[..., 0]
         stop = (z.sigmoid() > threshold) & (frame > 0)
         assert 3 < stop.sum() < n - 3
         assert torch.equal(store.view(n, 32, 32)[torch.arange(n), frame], codes.to(torch.uint8) * whole[:, None]) and store.view(n, -1).any(1).equal(whole)
-        assert sampled.bool().equal(whole) and not rejected.any() and rank.equal(frame.int())
+        assert sampled.bool().equal(whole) and (rejected == 1).all()
         assert token[:, 0].equal(torch.where(stop, 261, 260)) and ids[:, 0].equal(token[:, 0].int()) and all(len(set(row)) == 34 for row in ids.tolist())
         torch.testing.assert_close(values[:, 1:33], logp, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(values[:, 0], torch.where(stop, 0, logp.sum(1)), rtol=1e-5, atol=1e-4)
         assert values[:, 33].equal(z)
         names, got, number, end, total = V.unpack([' '.join(map(str, range(n))).encode(), side.numpy().tobytes()])
         assert names == [str(i) for i in range(n)] and (got == codes.numpy()).all() and (total == values[:, 0].numpy()).all()
-        assert (number == np.where(whole, frame, -1)).all() and (end == (stop & whole).numpy()).all()
+        heard = whole & (frame < 9)                                             # what is past the cap is not
+        assert (number == np.where(heard, frame, -1)).all() and (end == (stop & heard).numpy()).all()
 
     def test_engine(made, vllm, monkeypatch):
         """Engine.run as the scripts use it: more jobs than slots, streaming, left in the middle, the prefix as asked."""
         m, path, *_ = made
 
         class LLM:
-            def __init__(self, model, max_num_seqs, max_model_len, **kw):
-                self.llm_engine, self.runner = self, Runner(model_of(model, V)[0], max_num_seqs)
+            def __init__(self, model, max_num_seqs, max_model_len, diffusion_config, **kw):
+                self.llm_engine, self.runner = self, Runner(model_of(model, V)[0], max_num_seqs, frames=diffusion_config['canvas_length'] + 1)
                 assert max_model_len == 99 and os.environ['VLLM_ENABLE_V1_MULTIPROCESSING'] == '0'
 
             def add_request(self, name, prompt, params):
@@ -372,9 +401,9 @@ else:
         from triton.compiler import ASTSource, compile
         monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
         for kernel, types_, constants in (
-                (V.locate, '*i32 *i32 *i64 *i64 *i32', dict(ROOM=1024, P=8, FIELDS=6, BLOCK=128)),
-                (V.sample_frame, '*fp32 i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 *u8 *i64 *i32 *i32 *i32 *fp32 *i32 *i32',
-                 dict(ROOM=1024, FIELDS=6, K=32, L=8, FRAME=248070, STOP=248071))):
+                (V.locate, '*i32 *i32 *i64 *i32 *i64 *i32 *i32 *i32', dict(ROOM=1024, P=8, FIELDS=7, BLOCK=128)),
+                (V.sample_frame, '*fp32 i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 *u8 *i64 *i32 *i32 *i32 *fp32 *i32',
+                 dict(ROOM=1024, FIELDS=7, K=32, L=8, FRAME=248070, STOP=248071))):
             names = kernel.arg_names
             signature = dict(zip(names, types_.split())) | dict.fromkeys(constants, 'constexpr')
             assert list(signature) == names
@@ -444,7 +473,8 @@ else:
         assert j['model_type'] == 'qwen3_5_text' and j['partial_rotary_factor'] == j['rope_parameters']['partial_rotary_factor'] == 1.0
         assert j['layer_types'] == ['full_attention'] * 3 and j['tie_word_embeddings'] and j['dtype'] == 'float32'
         s = V.settings(str(tmp_path / 'c'), slots=12, length=100, dtype='float32', max_model_len=90)
-        assert s['hf_overrides'] == {'architectures': ['GepardForCausalLM']} and s['compilation_config']['cudagraph_capture_sizes'] == [1, 2, 4, 8, 12]
+        assert s['hf_overrides'] == {'architectures': ['GepardForCausalLM']} and s['compilation_config']['cudagraph_capture_sizes'] == [4, 8, 16, 32, 48]
+        assert s['diffusion_config'] == {'canvas_length': 3} and V.settings(str(tmp_path / 'c'), 12, 100, frames=1)['diffusion_config'] is None
         assert s['kv_cache_memory_bytes'] >= 12 * 100 * 2 * 3 * 2 * 32 * 4 and s['attention_backend'] == 'TRITON_ATTN' and s['max_model_len'] == 90
         assert s['enable_prefix_caching'] is False and os.environ['TRITON_F32_DEFAULT'] == 'ieee' and 'attention_backend' not in V.settings(str(tmp_path / 'c'), 1, 50)
 
