@@ -1031,15 +1031,16 @@ def published(state, cfg):
     return out
 
 
-def fused(state, cfg):
-    """Published key names -> our state dict. Raises KeyError or ValueError naming a missing or wrong table or head."""
+def fused(state, cfg, where='model.safetensors'):
+    """Published key names -> our state dict. ValueError names the file and each missing or wrong table or head."""
     out = {k: v.reshape(1) if k in ('audio_embed_scale', 'ref_compressor.output_scale') else v    # 0-dim in older files
            for k, v in state.items()}
     for part, kind in (('audio_embeddings', 'weight'), ('codebook_heads', 'weight'), ('codebook_heads', 'bias')):
-        pieces = [out.pop(f'{part}.{i}.{kind}') for i in range(len(cfg.levels))]
-        wrong = [f'{part}.{i}.{kind} has {len(t)} rows instead of {n}' for i, (t, n) in enumerate(zip(pieces, cfg.levels)) if len(t) != n]
+        names = [f'{part}.{i}.{kind}' for i in range(len(cfg.levels))]
+        pieces = [out.pop(name, ()) for name in names]
+        wrong = [f'{name} has {len(t)} rows instead of {n}' if len(t) else f'missing {name!r}' for name, t, n in zip(names, pieces, cfg.levels) if len(t) != n]
         if wrong:       # side by side, heads of swapped sizes would fit
-            raise ValueError(', '.join(wrong))
+            raise ValueError(f'{where}: {", ".join(wrong)}')
         out[f'{part}.{kind}'] = torch.cat(pieces)
     return out
 
@@ -1131,17 +1132,13 @@ def load_checkpoint(name, device='cpu', dtype=torch.float32):
     folder = local_or_hub(name, ['*.json', '*.safetensors', '*.txt', '*.jinja'])
     cfg = config_from_json(read_json(os.path.join(folder, 'gepard_config.json')), os.path.join(folder, 'gepard_config.json'))
     model = Gepard(cfg)
-    try:
-        state = fused(read_tensors(folder), cfg)
-    except KeyError as e:
-        raise ValueError(f'{folder}/model.safetensors: missing {e}') from None
-    except ValueError as e:
-        raise ValueError(f'{folder}/model.safetensors: {e}') from None
+    where = os.path.join(folder, 'model.safetensors')
+    state = fused(read_tensors(folder), cfg, where)
     broken = [k for k, v in state.items() if not torch.isfinite(v).all()]
     if broken:
-        raise ValueError(f'{folder}/model.safetensors: NaN or infinite values in {broken[:4]}: the run that wrote it had diverged')
+        raise ValueError(f'{where}: NaN or infinite values in {broken[:4]}: the run that wrote it had diverged')
     off = () if cfg.num_queries and cfg.supcon_hidden else ('supcon_head.',) if cfg.num_queries else ('supcon_head.', 'ref_compressor.', 'null_prefix')
-    load_strict(model, {k: v.float() for k, v in state.items()}, f'{folder}/model.safetensors', may_miss=('supcon_head.',), may_ignore=off)
+    load_strict(model, {k: v.float() for k, v in state.items()}, where, may_miss=('supcon_head.',), may_ignore=off)
     return model.to(device=device, dtype=dtype).eval(), folder
 
 

@@ -60,12 +60,9 @@ def published_state(folder, cfg):
     inside = [k for k in state if '.lora_' in k or '.base.' in k]
     if inside:
         raise ValueError(f'{folder}/model.safetensors: adapters inside ({inside[0]}): merge.py folds them in')
-    try:
-        state = M.published(M.fused(state, cfg), cfg)
-        if not cfg.supcon_hidden:       # left over from training; load_checkpoint passes over it as well
-            state = {k: t for k, t in state.items() if not k.startswith('supcon_head.')}
-    except KeyError as e:
-        raise ValueError(f'{folder}/model.safetensors: missing {e}') from None
+    state = M.published(M.fused(state, cfg, f'{folder}/model.safetensors'), cfg)
+    if not cfg.supcon_hidden:           # left over from training; load_checkpoint passes over it as well
+        state = {k: t for k, t in state.items() if not k.startswith('supcon_head.')}
     with torch.device('meta'):
         want = {k: list(t.shape) for k, t in M.published(M.Gepard(cfg).state_dict(), cfg).items()}
     wrong = [f'missing {k}' for k in want if k not in state and not k.startswith('supcon_head.')] + [f'unexpected {k}' for k in state if k not in want]

@@ -8,27 +8,25 @@ A checkpoint on stock vLLM: an out-of-tree model, no fork and no patch.
     out = vllm.LLM(**settings(folder, slots=64, length=600)).generate(*request(text, cfg, voice, seed=1))
 
 One generated token is one frame: `start_of_speech` stands for each, `end_of_speech` for the end (it carries none). The 32 codes lie
-in a store on the GPU, written by the sampler, read by the next step's embedding. What the model reads at a position depends on the
-position alone (prefix row, text token, frame number): decoding, prompts in chunks and the prompt after a preemption are one path,
-and a preempted request goes on exactly. All but the transformer is model.py's own code, noise included: a seed gives the same
-frames here and there (in float32). Left out: text guidance, top_k, repetition penalty.
+in a store on the GPU, written by the sampler, read by the next frame's embedding. What the model reads at a position depends on it
+alone (prefix row, text token, frame number): decoding, prompts in chunks and after a preemption are one path, and a request goes on
+exactly. All but the transformer is model.py's code, noise included: a seed gives the same frames here and there (in float32).
+Left out: text guidance, top_k, repetition penalty.
 
-What plugs into vLLM are hooks of its V2 model runner, no stable interface: written for 0.26.0; with 0.33.0's code it builds and loads.
+What plugs into vLLM are hooks of its V2 model runner, no stable interface: written for 0.26.0.
 """
 import collections, dataclasses, itertools, os, queue, struct, threading, types
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import nn
 
 import model as M
 
-ARCHITECTURE = 'GepardForCausalLM'
 VERSIONS = (0, 26), (0, 33)     # first and last
-FIELDS = 7                      # of a row of the request table: place in the store, prefix, prompt length, threshold, temperature, seed, frame cap
+FIELDS = 8                      # of a row of the request table: place in the store, prefix, prompt length, threshold, temperature, seed, frame cap, length to read first
 VOICES = 64                     # kept ready beside those of running requests
 
 def register():
@@ -41,9 +39,8 @@ def register():
         raise ImportError(f'vLLM cannot be imported ({e}): it wants an environment of its own, docs/serving.md') from None
     if not VERSIONS[0] <= tuple(int(x) for x in vllm.__version__.split('.')[:2]) <= VERSIONS[1]:
         raise ImportError(f'vLLM {vllm.__version__} is not supported, only {".".join(map(str, VERSIONS[0]))} to {".".join(map(str, VERSIONS[1]))}')
-    # the class itself, not its name: a name is looked into by a subprocess that imports all of vLLM. Nothing here touches
-    # the GPU at import (vLLM's Qwen3.5 does, so it is imported in the constructor): the engine's process can still be forked
-    vllm.ModelRegistry.register_model(ARCHITECTURE, GepardForCausalLM)
+    # the class: a mere name is looked into by a subprocess that imports all of vLLM. Nothing here touches the GPU at import (Qwen3.5 does), so vLLM may fork
+    vllm.ModelRegistry.register_model(GepardForCausalLM.__name__, GepardForCausalLM)
 
 def read_config(name):
     """A checkpoint's folder or Hub name -> Config, folder"""
@@ -61,15 +58,14 @@ def read_config(name):
 # ---- what goes in and comes out
 
 def settings(name, slots, length, dtype='bfloat16', frames=4, **more):
-    """Arguments for vllm.LLM and vllm.AsyncEngineArgs. slots: requests at once; length: longest prompt and frames together; frames: of each
-    request in a step of the engine, see GepardForCausalLM.several. The key-value cache has room for all slots at full length, so that
-    nothing is preempted; more: any other argument, or other values."""
+    """Arguments for vllm.LLM and vllm.AsyncEngineArgs. slots: requests at once; length: longest prompt and frames together, the cache has room for all; frames:
+    of a request in a step of the engine, see GepardForCausalLM.several; more: any other argument, or other values."""
     (cfg, folder), exact = read_config(name), dtype == 'float32'
     os.environ |= {'TRITON_F32_DEFAULT': 'ieee'} if exact else {}                       # Triton multiplies float32 as tf32 otherwise
     token = 2 * cfg.num_hidden_layers * cfg.num_key_value_heads * cfg.head_dim * (4 if exact else 2)
     sizes = [frames * n for n in sorted({slots, *(2 ** i for i in range(slots.bit_length()))})]
     return dict(
-        model=folder, hf_overrides={'architectures': [ARCHITECTURE]}, skip_tokenizer_init=True, load_format='safetensors', generation_config='vllm', dtype=dtype,
+        model=folder, hf_overrides={'architectures': [GepardForCausalLM.__name__]}, skip_tokenizer_init=True, load_format='safetensors', generation_config='vllm', dtype=dtype,
         max_model_len=length, max_num_seqs=slots, max_num_batched_tokens=max(8192, length, sizes[-1]), max_logprobs=len(cfg.levels) + 1,
         enable_prefix_caching=False,                        # it knows blocks by their tokens: all frames are one token, all prefixes too
         kv_cache_memory_bytes=token * (slots * -(-length // 64) + 1) * 64,
@@ -142,26 +138,6 @@ class Engine:
             if number_of:
                 engine.abort_request(list(number_of))
 
-# ---- kernels: one launch before the transformer, one behind it
-
-@triton.jit
-def locate(slot_of, start, position, prefill_len, table, source, slot_here, prefill_here, ROOM: tl.constexpr, P: tl.constexpr, FIELDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Where each token's input vector comes from, one program a request: source >= 0 a frame of the store, -1 the text, -2 - row a prefix.
-    And each request's slot and prefill length, where a graph finds them."""
-    b = tl.program_id(0)
-    slot = tl.load(slot_of + b)
-    tl.store(slot_here + b, slot)
-    tl.store(prefill_here + b, tl.load(prefill_len + slot))
-    at = table + slot.to(tl.int64) * FIELDS
-    place, prefix, prompt = tl.load(at), tl.load(at + 1), tl.load(at + 2)
-    end = tl.load(start + b + 1)
-    for first in range(tl.load(start + b), end, BLOCK):
-        t = first + tl.arange(0, BLOCK)
-        pos = tl.load(position + t, mask=t < end, other=0)
-        frame = place * ROOM + tl.minimum(tl.maximum(pos - prompt, 0), ROOM - 1)
-        before = tl.where((prefix >= 0) & (pos < P), -2 - (prefix * P + pos), -1)
-        tl.store(source + t, tl.where(pos >= prompt, frame, before).to(tl.int32), mask=t < end)
-
 @triton.jit
 def hashed(x):
     """model.hashed"""
@@ -170,17 +146,17 @@ def hashed(x):
     return x ^ (x >> 31)
 
 @triton.jit
-def sample_frame(logits, stride, row_of, token_of, position, slot_of, prefill_len, table, starts, store, token, sampled, rejected, ids, values, side,
+def sample_frame(logits, stride, row_of, token_of, position, slot_of, table, starts, store, token, sampled, rejected, ids, values, side,
                  ROOM: tl.constexpr, FIELDS: tl.constexpr, K: tl.constexpr, L: tl.constexpr, FRAME: tl.constexpr, STOP: tl.constexpr):
     """All channels of the next frame, one program a request. logits [rows, K * L + ..]: -inf past a channel's codes, the stop logit behind them.
     row_of [n + 1]: a request's rows; it is drawn from the first of them, the others are behind drafts that nobody made."""
     b, row = tl.program_id(0), tl.load(row_of + tl.program_id(0))
     logits += row.to(tl.int64) * stride
     at = table + tl.load(slot_of + b).to(tl.int64) * FIELDS
-    place, prompt, seed, cap = tl.load(at), tl.load(at + 2), tl.load(at + 5), tl.load(at + 6)
+    place, prompt, seed, cap, known = tl.load(at), tl.load(at + 2), tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
     threshold, temperature = tl.load(at + 3).to(tl.int32).to(tl.float32, bitcast=True), tl.load(at + 4).to(tl.int32).to(tl.float32, bitcast=True)
     next = tl.load(position + tl.load(token_of + row)).to(tl.int64) + 1
-    frame, whole = next - prompt, next >= tl.load(prefill_len + b)                      # its number; else in the middle of a prompt, or of frames that exist already
+    frame, whole = next - prompt, next >= known                                         # its number; else in the middle of a prompt, or of frames that exist already
     c, j = tl.arange(0, K), tl.arange(0, L)
     grid = c[:, None] * L + j[None, :]
     x = tl.load(logits + grid)                                                          # [K, L]
@@ -210,8 +186,6 @@ def sample_frame(logits, stride, row_of, token_of, position, slot_of, prefill_le
     tl.store(side + tl.arange(0, K // 4), tl.sum(tl.reshape(code.to(tl.int32), (K // 4, 4)) << (8 * tl.arange(0, 4))[None, :], 1))
     tl.store(side + K // 4, tl.where(whole & (frame >= 0) & (frame < cap), frame * 2 + stop, -1))
     tl.store(side + K // 4 + 1, total.to(tl.int32, bitcast=True))
-
-# ---- the model
 
 class GepardForCausalLM(nn.Module):
     """vLLM's Qwen3.5 transformer, compiled and graph-captured by it, between model.py's frame embedding and heads."""
@@ -246,10 +220,7 @@ class GepardForCausalLM(nn.Module):
     def load_audio(self, state):
         """The published tensors but the transformer's, strict as in model.load_checkpoint -> names of the parameters filled"""
         where, off = f'{self.folder}/model.safetensors', ('supcon_head.',) if self.cfg.num_queries else ('supcon_head.', 'ref_compressor.', 'null_prefix')
-        try:
-            M.load_strict(self.audio, M.fused(state, self.cfg), where, may_ignore=off)
-        except KeyError as e:
-            raise ValueError(f'{where}: missing {e}') from None
+        M.load_strict(self.audio, M.fused(state, self.cfg, where), where, may_ignore=off)
         a, n = self.audio, len(self.cfg.levels) * max(self.cfg.levels)
         self.head_bias.fill_(float('-inf'))                 # past a channel's last code
         self.head_weight[a.slots], self.head_bias[a.slots] = a.codebook_heads.weight.float(), a.codebook_heads.bias.float()
@@ -263,24 +234,23 @@ class GepardForCausalLM(nn.Module):
     def embed_input_ids(self, input_ids):                   # nobody calls it, but a model is known by it
         return self.model.embed_input_ids(input_ids)
 
-    def inputs(self, source, input_ids):
-        """Input vectors of tokens, from where Requests.source says. Part of the captured graph."""
-        s = self.state
-        frames = self.audio.frame_embedding(s.store[source.clamp(min=0)].long())
-        prefix = s.prefixes.flatten(0, 1)[(-2 - source).clamp(min=0)]
-        before = torch.where(source[:, None] == -1, self.model.embed_tokens(input_ids), prefix)
-        return torch.where(source[:, None] >= 0, frames, before, out=s.vectors[:len(source)])    # one address for good: piecewise graphs read it in place
+    def inputs(self, slot, position, input_ids):
+        """Input vectors [n, d] of the tokens at these positions of the requests in these slots: a frame of the store, a row of the prefix, or the text's."""
+        s, (place, prefix, prompt) = self.state, self.state.table[slot, :3].unbind(1)
+        frames = self.audio.frame_embedding(s.store[place, (position - prompt).clamp(0, s.room - 1)].long())
+        voice = s.prefixes[prefix.clamp(min=0), position.clamp(max=s.prefixes.shape[1] - 1)]
+        before = torch.where(((prefix >= 0) & (position < self.cfg.num_queries))[:, None], voice, self.model.embed_tokens(input_ids))
+        return torch.where((position >= prompt)[:, None], frames, before, out=s.vectors[:len(slot)])     # one address for good: piecewise graphs read it in place
 
     def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs):
-        s, n = self.state, len(positions)
-        if s.frames > 1:
-            from vllm.forward_context import get_forward_context
-            c = get_forward_context()
-            m = next(iter(c.attn_metadata.values())) if c.attn_metadata else None
-            if m and m.max_query_len == s.frames and n == s.frames * len(m.seq_lens):   # so also while a graph is recorded
-                return self.several(input_ids.view(-1, s.frames), positions.view(-1, s.frames), c, m)
-            s.looped = False
-        return self.model(None, positions, None, self.inputs(s.source[:n], input_ids))
+        from vllm.forward_context import get_forward_context
+        s, n, c = self.state, len(positions), get_forward_context()
+        m = next(iter(c.attn_metadata.values())) if c.attn_metadata else None
+        if m and m.max_query_len == s.frames and n == s.frames * len(m.seq_lens):       # so also while a graph is recorded
+            return self.several(input_ids.view(n // s.frames, s.frames), positions.view(n // s.frames, s.frames), c, m)
+        s.looped, token = False, torch.arange(n, dtype=torch.int32, device=positions.device)
+        request = torch.searchsorted(m.query_start_loc[1:], token, right=True) if m else token
+        return self.model(None, positions, None, self.inputs(s.slot_of[request.clamp(max=len(s.slot_of) - 1)], positions, input_ids))
 
     def several(self, input_ids, positions, c, m):
         """A step in which each request has `frames` tokens [n, frames], of which all but the first are yet to be drawn: one after the other, each with
@@ -292,34 +262,31 @@ class GepardForCausalLM(nn.Module):
             one = dataclasses.replace(m, max_query_len=1, num_actual_tokens=n, query_start_loc=m.query_start_loc // k, seq_lens=(m.seq_lens - (k - 1 - i)).clamp(min=0),
                                       slot_mapping=slots, scheduler_metadata=None)
             c.attn_metadata, c.slot_mapping = dict.fromkeys(step[0], one), dict.fromkeys(step[1], slots)
-            out.append(self.model(None, positions[:, i].contiguous(), None, self.inputs(s.source[:n * k].view(n, k)[:, i], input_ids[:, i])))
-            s.sampler.draw(self.compute_logits(out[-1]), rows, rows * k + i, positions, [x[i] for x in s.sampler.kept])
+            out.append(self.model(None, positions[:, i].contiguous(), None, self.inputs(s.slot_of[:n], positions[:, i], input_ids[:, i])))
+            s.sampler.draw(i, self.compute_logits(out[-1]), rows, rows * k + i, positions)
         c.attn_metadata, c.slot_mapping = step
         return torch.stack(out, 1).flatten(0, 1)
 
     def compute_logits(self, hidden_states):
-        return F.linear(hidden_states.float(), self.head_weight, self.head_bias)
+        return nn.functional.linear(hidden_states.float(), self.head_weight, self.head_bias)
 
 class Requests:
     """The frames, voices and settings of running requests, on the GPU. With vLLM's DefaultModelState behind it: a ModelState."""
+    prepare_dummy_inputs = lambda self, *args: {}
     def __init__(self, vllm_config, model, encoder_cache, device):
         super().__init__(vllm_config, model, encoder_cache, device)
         cfg, slots = model.cfg, self.max_num_reqs
         self.room, self.wants = self.max_model_len, np.zeros(slots, bool)               # frames of a place; which requests want log-probs
         self.frames, self.looped = vllm_config.num_speculative_tokens + 1, False        # whether this step's are drawn already
         self.free = list(range(2 * slots + 8))              # places of the store; twice as many, see remove_request; and one for rows that fill up
-        self.store = torch.zeros((len(self.free) + 1) * self.room, len(cfg.levels), dtype=torch.uint8, device=device)
+        self.store = torch.zeros(len(self.free) + 1, self.room, len(cfg.levels), dtype=torch.uint8, device=device)
         self.prefixes = torch.zeros(slots + VOICES, max(1, cfg.num_queries), cfg.hidden_size, dtype=self.dtype, device=device)
         self.host = torch.zeros(slots + 1, FIELDS, dtype=torch.int64)
         self.host[slots, 0] = len(self.free)
-        self.table, self.slot_of, self.prefill = self.host.to(device), *torch.zeros(2, slots, dtype=torch.int32, device=device)
-        self.source = torch.zeros(self.max_num_tokens, dtype=torch.int32, device=device)
+        self.table, self.slot_of = self.host.to(device), torch.full((slots,), slots, dtype=torch.int32, device=device)
         self.vectors = torch.zeros(self.max_num_tokens, cfg.hidden_size, dtype=self.dtype, device=device)
         self.live, self.kept, self.voices, self.resumed = {}, collections.OrderedDict(), collections.OrderedDict(), 0
         self.side, model.state = (vllm_config.additional_config or {}).get('side'), self
-        if self.table.is_cuda:                              # compiled now, not in the first request
-            few = torch.zeros(2, dtype=torch.int32, device=device)
-            self.locate(1, few, few, few.long(), few)
 
     def add_request(self, index, new):
         params, name, length = new.sampling_params, new.req_id, len(new.prompt_token_ids)
@@ -335,7 +302,7 @@ class Requests:
         bits = lambda x: struct.unpack('<i', struct.pack('<f', x))[0]
         seed = params.seed if params.seed is not None else int(np.random.randint(2 ** 63 - 1))
         self.wants[index] = params.logprobs is not None
-        self.host[index] = torch.tensor([place, self.prefix_of(voice), length, bits(extra.get('stop_threshold', 0.5)), bits(params.temperature), seed, params.max_tokens])
+        self.host[index] = torch.tensor([place, self.prefix_of(voice), length, bits(extra.get('stop_threshold', 0.5)), bits(params.temperature), seed, params.max_tokens, len(new.prefill_token_ids)])
 
     def prefix_of(self, voice):
         """Row of a voice's prefix vectors, made when first asked for. voice: bytes of its codes, empty = the null prefix, None = none (-1)"""
@@ -359,20 +326,13 @@ class Requests:
             self.kept[name] = self.live.pop(name)[0]
 
     def apply_staged_writes(self):
-        # a copy in pinned memory that lives as long as the transfer: `host` may change while it is under way
-        self.table.copy_(self.host.pin_memory() if self.table.is_cuda else self.host, non_blocking=True)
+        self.table.copy_(self.host.pin_memory() if self.table.is_cuda else self.host, non_blocking=True)      # of a copy: `host` may change on the way
 
     def prepare_inputs(self, batch, req_states):
         """Before the graph: what this reads may be elsewhere in the next step (vLLM's buffers move), what it writes may not."""
-        self.looped = bool((batch.num_scheduled_tokens == self.frames).all()) and self.frames > 1
+        self.looped = bool((batch.num_scheduled_tokens == self.frames).all())
         self.slot_of.fill_(self.max_num_reqs)
-        self.locate(batch.num_reqs, batch.idx_mapping, batch.query_start_loc, batch.positions, req_states.prefill_len.gpu)
-        return {}
-
-    def locate(self, n, *where):
-        locate[(n,)](*where, self.table, self.source, self.slot_of, self.prefill, ROOM=self.room, P=self.model.cfg.num_queries, FIELDS=FIELDS, BLOCK=128, num_warps=1)
-
-    def prepare_dummy_inputs(self, num_reqs, num_tokens):
+        self.slot_of[:batch.num_reqs].copy_(batch.idx_mapping)
         return {}
 
     def custom_sampler(self, base):
@@ -388,45 +348,39 @@ class Sampler:
         from vllm.v1.worker.gpu.sample.output import SamplerOutput
         self.state, self.LogprobsTensors, self.SamplerOutput = state, LogprobsTensors, SamplerOutput
         self.penalties_state = types.SimpleNamespace(output_bin_counts=None)            # which vLLM updates, if there is one
-        self.starts = torch.tensor(np.cumsum([0, *state.model.cfg.levels]), device=state.device)
-        self.kept = self.new(state.frames, state.max_num_reqs)                          # of GepardForCausalLM.several
+        self.starts, k = torch.tensor(np.cumsum([0, *state.model.cfg.levels]), device=state.device), len(state.model.cfg.levels)
+        make = lambda *more, dtype=torch.int32: torch.zeros(state.frames, state.max_num_reqs, *more, dtype=dtype, device=state.device)
+        self.kept = make(dtype=torch.int64), make(), make(), make(k + 2), make(k + 2, dtype=torch.float32), make(k // 4 + 2)    # token, sampled, rejected, ids, values, side
         self.outbox = state.side and queue.SimpleQueue()
         if state.side:
             threading.Thread(target=self.send, daemon=True).start()
 
     add_request = apply_staged_writes = lambda self, *args: None                        # Requests has seen to it
 
-    def new(self, *size):
-        """token, sampled, rejected, ids, values, side. Each a tensor of its own: slices of one would be aligned differently for each n, and Triton would compile again"""
-        k = len(self.state.model.cfg.levels)
-        make = lambda *more, dtype=torch.int32: torch.empty(*size, *more, dtype=dtype, device=self.state.device)
-        return make(dtype=torch.int64), make(), make(), make(k + 2), make(k + 2, dtype=torch.float32), make(k // 4 + 2)
-
-    def draw(self, logits, row_of, token_of, positions, out):
-        s, cfg = self.state, self.state.model.cfg
+    def draw(self, i, logits, row_of, token_of, positions):
+        """The i-th frame of a step into kept[..][i]"""
+        s, cfg, out = self.state, self.state.model.cfg, [x[i] for x in self.kept]
         sample_frame[(len(row_of) - 1,)](
-            logits, logits.stride(0), row_of, token_of, positions, s.slot_of, s.prefill, s.table, self.starts, s.store, *out, ROOM=s.room, FIELDS=FIELDS, K=len(cfg.levels),
+            logits, logits.stride(0), row_of, token_of, positions, s.slot_of, s.table, self.starts, s.store, *out, ROOM=s.room, FIELDS=FIELDS, K=len(cfg.levels),
             L=max(cfg.levels), FRAME=cfg.special_tokens['start_of_speech'], STOP=cfg.special_tokens['end_of_speech'], num_warps=1)
 
     def __call__(self, logits, batch):
         s, n, k, ask = self.state, batch.num_reqs, self.state.frames if self.state.looped else 1, self.state.wants[batch.idx_mapping_np].any()
-        if s.looped:                                        # drawn in the graph. All count, but of the end of a prompt only the last does: it comes first
-            sampled = self.kept[1][:, :n].sum(0, dtype=torch.int32)
-            place = torch.arange(k, device=s.device) + (k - sampled)[:, None]
-            pick = lambda x: x[place.clamp(max=k - 1), torch.arange(n, device=s.device)[:, None]]             # [n, k, ..]
-            token, side, rejected = pick(self.kept[0]), pick(self.kept[5]), torch.zeros_like(sampled)
-            number = side[..., -2]
-            end = (number >= 0) & (number % 2 > 0)
-            number.masked_fill_((end.cumsum(1) > end.int()) | (place >= k), -1)         # past the end nothing is to be heard
-            logprobs = [pick(x).flatten(0, 1) for x in self.kept[3:5]] if ask else None
-        else:
-            token, sampled, rejected, *logprobs, side = out = self.new(n)
-            self.draw(logits, batch.cu_num_logits, batch.logits_indices, batch.positions, out)
+        if not s.looped:                                    # else drawn in the graph
+            self.draw(0, logits, batch.cu_num_logits, batch.logits_indices, batch.positions)
+        # all k count, but at the end of a prompt only the last does: it comes first
+        sampled, rejected = self.kept[1][:k, :n].sum(0, dtype=torch.int32), self.kept[2][0, :n].clone()
+        place = torch.arange(k, device=s.device) + (k - sampled)[:, None]
+        pick = lambda x: x[place.clamp(max=k - 1), torch.arange(n, device=s.device)[:, None]]                 # [n, k, ..]
+        token, side, logprobs = pick(self.kept[0]), pick(self.kept[5]), [pick(x).flatten(0, 1) for x in self.kept[3:5]] if ask else None
+        number = side[..., -2]
+        end = (number >= 0) & (number % 2 > 0)
+        number.masked_fill_((end.cumsum(1) > end.int()) | (place >= k), -1)             # past the end nothing is to be heard
         if self.outbox:
             there, event = side.to('cpu', non_blocking=True), torch.cuda.Event(blocking=True)
             event.record()
             self.outbox.put((batch.req_ids, there, event, side))
-        return self.SamplerOutput(sampled_token_ids=token.view(n, k), logprobs_tensors=self.LogprobsTensors(*logprobs, logprobs[0][:, 0], list(range(0, n * k, k))) if ask else None,
+        return self.SamplerOutput(sampled_token_ids=token, logprobs_tensors=self.LogprobsTensors(*logprobs, logprobs[0][:, 0], list(range(0, n * k, k))) if ask else None,
                                   num_nans=None, num_sampled=sampled, num_rejected=rejected)
 
     def send(self):

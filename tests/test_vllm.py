@@ -121,7 +121,6 @@ class Runner:
         self.model, self.chunk, self.free, self.requests, self.waiting, self.frames, self.slots, self.sides = model, chunk, list(range(slots)), {}, [], frames, slots, []
         cls = model.get_model_state_cls()
         self.state = cls(types.SimpleNamespace(slots=slots, additional_config={}, num_speculative_tokens=frames - 1), model, None, torch.device('cpu'))
-        self.prefill_len = torch.zeros(slots, dtype=torch.int32)
         self.sampler, _ = self.state.custom_sampler(None)
         self.sampler.outbox = types.SimpleNamespace(put=self.sides.append)
 
@@ -144,14 +143,13 @@ class Runner:
             r.slot, r.done, r.ids = self.free.pop(), 0, r.prompt + r.out
             self.requests[name] = r
             self.state.add_request(r.slot, types.SimpleNamespace(req_id=name, prompt_token_ids=r.prompt, prefill_token_ids=r.ids, sampling_params=r.params))
-            self.prefill_len[r.slot] = len(r.ids)
             self.state.apply_staged_writes()
         names = sorted(self.requests, key=lambda n: len(self.requests[n].ids) - self.requests[n].done)
         rs = [self.requests[n] for n in names]
         drafts = [self.frames - 1 if len(r.ids) - r.done == 1 and r.out and len(r.ids) + self.frames <= 256 else 0 for r in rs]
         counts = [min(self.chunk, len(r.ids) - r.done) + d for r, d in zip(rs, drafts)]
         i32, n, total = lambda x: torch.tensor(x, dtype=torch.int32), len(rs), sum(counts)
-        uniform = self.frames > 1 and set(counts) == {self.frames}
+        uniform = set(counts) == {self.frames}
         padded = min(self.slots, 1 << (n - 1).bit_length()) if uniform else n                       # a recorded graph has its own number of requests
         more = (padded - n) * self.frames
         start, logits = np.cumsum([0, *counts]), np.cumsum([0, *(d + 1 for d in drafts)])
@@ -161,7 +159,7 @@ class Runner:
             query_start_loc=i32([*start, *[total] * (padded - n)]), positions=torch.cat([*(torch.arange(r.done, r.done + c) for r, c in zip(rs, counts)), torch.full((more,), 7)]),
             logits_indices=i32([e - 1 - d + i for e, d in zip(start[1:], drafts) for i in range(d + 1)]), cu_num_logits=i32(logits))
         seq_lens = i32([*(r.done + c for r, c in zip(rs, counts)), *[0] * (padded - n)])
-        assert self.state.prepare_inputs(batch, types.SimpleNamespace(prefill_len=types.SimpleNamespace(gpu=self.prefill_len))) == {}
+        assert self.state.prepare_inputs(batch, None) == {}
         CONTEXT.slot_mapping = {'layer': slots}
         CONTEXT.attn_metadata = {'layer': Metadata(max(counts), total + more, batch.query_start_loc, seq_lens, slots, 'made for this step alone')}
         ids = torch.tensor([i for r, c in zip(rs, counts) for i in (r.ids + [0] * self.frames)[r.done:r.done + c]] + [0] * more)
@@ -289,19 +287,19 @@ if INTERPRETED:
         logits = torch.full((n, 264), float('-inf'))
         logits[:, M.Gepard(cfg).slots] = torch.randn(n, 216, generator=g) * torch.logspace(-2, 2, n)[:, None]
         logits[:, 256] = z = torch.linspace(-3, 3, n)
+        whole = torch.arange(n) % 5 > 0                                         # the others are in the middle of a prompt
         frame, seed = torch.arange(n) * 7 % 11, torch.randint(0, 2 ** 63 - 1, (n,), generator=g)
         temperature, threshold = torch.tensor([0.0, 0.05, 0.4, 3.0] * 6), torch.linspace(0.05, 0.95, n)
-        table = torch.stack((torch.arange(n), -torch.ones(n).long(), torch.full((n,), at), threshold.view(torch.int32).long(), temperature.view(torch.int32).long(), seed, torch.full((n,), 9)), 1)
+        table = torch.stack((torch.arange(n), -torch.ones(n).long(), torch.full((n,), at), threshold.view(torch.int32).long(), temperature.view(torch.int32).long(), seed, torch.full((n,), 9), at + frame + ~whole), 1)
         order = torch.randperm(n, generator=g).int()                            # slots are not the batch's order
         slots, pos = table.clone(), at - 1 + frame
         slots[order.long()] = table
         new = lambda *size, dtype=torch.int32: torch.zeros(size, dtype=dtype)
         token, sampled, rejected, ids, values, side = new(n, 1, dtype=torch.int64), new(n), new(n), new(n, 34), new(n, 34, dtype=torch.float32), new(n, 10)
-        store, whole = new(n * 32, 32, dtype=torch.uint8), torch.arange(n) % 5 > 0
+        store = new(n * 32, 32, dtype=torch.uint8)
         rows = torch.arange(n + 1).int() * 2                                    # each with one draft
-        V.sample_frame[(n,)](logits.repeat_interleave(2, 0) + torch.tensor([0, 9e9]).repeat(n)[:, None], 264, rows, torch.arange(2 * n).int() // 2, pos, order, pos.int() + 1 + ~whole,
-                             slots, torch.tensor(np.cumsum([0, *cfg.levels])),
-                             store, token, sampled, rejected, ids, values, side, ROOM=32, FIELDS=V.FIELDS, K=32, L=8, FRAME=260, STOP=261)
+        V.sample_frame[(n,)](logits.repeat_interleave(2, 0) + torch.tensor([0, 9e9]).repeat(n)[:, None], 264, rows, torch.arange(2 * n).int() // 2, pos, order,
+                             slots, torch.tensor(np.cumsum([0, *cfg.levels])), store, token, sampled, rejected, ids, values, side, ROOM=32, FIELDS=V.FIELDS, K=32, L=8, FRAME=260, STOP=261)
         x = logits[:, :256].view(n, 32, 8)
         codes = torch.where(temperature[:, None, None] > 0, x / temperature[:, None, None].clamp(min=1e-9) + M.gumbel(M.hashed(seed), frame, 32, 8), x).argmax(-1)
         logp = x.log_softmax(-1).gather(-1, codes[..., None])[..., 0]
@@ -390,25 +388,21 @@ if INTERPRETED:
 else:
     import vllm_gepard as V
 
-    def test_kernels_and_requests_on_the_cpu():
+    def test_kernel_and_requests_on_the_cpu():
         """The tests above, in Triton's interpreter."""
         code, text = run('-m', 'pytest', '-q', '-x', '-p', 'no:cacheprovider', __file__, TRITON_INTERPRET='1')
         assert code == 0 and ' passed' in text and 'skipped' not in text, text[-5000:]
 
-    def test_kernels_compile_for_a_gpu(tmp_path, monkeypatch):
+    def test_kernel_compiles_for_a_gpu(tmp_path, monkeypatch):
         """To machine code of an H200, by Triton's own assembler: no GPU is needed for that."""
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource, compile
         monkeypatch.setenv('TRITON_CACHE_DIR', str(tmp_path))
-        for kernel, types_, constants in (
-                (V.locate, '*i32 *i32 *i64 *i32 *i64 *i32 *i32 *i32', dict(ROOM=1024, P=8, FIELDS=7, BLOCK=128)),
-                (V.sample_frame, '*fp32 i32 *i32 *i64 *i64 *i32 *i32 *i64 *i64 *u8 *i64 *i32 *i32 *i32 *fp32 *i32',
-                 dict(ROOM=1024, FIELDS=7, K=32, L=8, FRAME=248070, STOP=248071))):
-            names = kernel.arg_names
-            signature = dict(zip(names, types_.split())) | dict.fromkeys(constants, 'constexpr')
-            assert list(signature) == names
-            compiled = compile(ASTSource(fn=kernel, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}), target=GPUTarget('cuda', 90, 32))
-            assert len(compiled.asm['cubin']) > 1000
+        names, constants = V.sample_frame.arg_names, dict(ROOM=1024, FIELDS=8, K=32, L=8, FRAME=248070, STOP=248071)
+        signature = dict(zip(names, '*fp32 i32 *i32 *i64 *i64 *i32 *i64 *i64 *u8 *i64 *i32 *i32 *i32 *fp32 *i32'.split())) | dict.fromkeys(constants, 'constexpr')
+        assert list(signature) == names
+        compiled = compile(ASTSource(fn=V.sample_frame, signature=signature, constexprs={(names.index(k),): v for k, v in constants.items()}), target=GPUTarget('cuda', 90, 32))
+        assert len(compiled.asm['cubin']) > 1000
 
     @pytest.mark.parametrize('where', ['own', 'published', 'no cloning'])
     def test_weights(where, tmp_path, vllm):
