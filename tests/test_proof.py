@@ -89,6 +89,8 @@ def test_report_numbers():
     assert (share, own, other) == (0.5, pytest.approx(0.7), pytest.approx(0.7))
     rows = [{'text': 'elephant', 'transcript': 'elephants', 'bucket': '1'}, {'text': 'the old man', 'transcript': 'the man', 'bucket': '2-3'}]
     assert report.wer_cells(rows) == ['-', '1.000 (1)', '0.333 (1)', '-', '-', '-', '0.500 (2)']
+    a, b = ([(w, 'clean' if x == 'c' else 'wrong') for w, kinds in words.items() for x in kinds] for words in ({'x': 'cccw', 'y': 'cw', 'only here': 'w'}, {'x': 'ww', 'y': 'cwww'}))
+    assert report.gain(a, b) == '+50.0% ± 25.0%' and report.gain(a, a[:4]) == ''           # 75% less 0, 50% less 25%
 
 def test_speaker():
     """The checkpoint in assets/speaker: held-out sentences, in the voices of two clips, as Whisper and a speaker encoder hear them."""

@@ -50,6 +50,12 @@ def nearest(vectors, own, voices):
     other = np.where(np.arange(len(names)) == at[:, None], -1, cosine).max(1)
     return float((mine > other).mean()), float(mine.mean()), float(other.mean())
 
+def gain(rows, others):
+    """Two lists of (word, kind of clip) -> mean over the words of both of the difference of their clean shares, and its standard error: words differ more than rollouts do."""
+    share = lambda rows, word: np.mean([kind == 'clean' for w, kind in rows if w == word])
+    d = np.array([share(rows, word) - share(others, word) for word in {w for w, _ in rows} & {w for w, _ in others}])
+    return f'{d.mean():+.1%} ± {d.std(ddof=1) / len(d) ** 0.5:.1%}' if len(d) > 1 else ''
+
 if __name__ == '__main__':
     sys.path[:0] = [ROOT, os.path.join(ROOT, 'assets', 'tiny')]
     from configurator import configure
@@ -121,7 +127,7 @@ if __name__ == '__main__':
     stress, ended, wavs_of = {}, {}, {}
     for label, rows in results.items():                         # what can be reached: these ears, this codec
         for what, buckets in ALONE.items():
-            stress[label, what] = ['clean' if r['transcript'] and jiwer.wer(r['text'], r['transcript']) <= 0.2 else 'wrong' for r in rows if r['bucket'] in buckets]
+            stress[label, what] = [(r['text'], 'clean' if r['transcript'] and jiwer.wer(r['text'], r['transcript']) <= 0.2 else 'wrong') for r in rows if r['bucket'] in buckets]
     for n, label in there.items():
         folder = os.path.join(runs, f'test_{n}')
         scores = [json.loads(line) for line in open(os.path.join(folder, 'scores.jsonl'), encoding='utf-8')]
@@ -137,7 +143,7 @@ if __name__ == '__main__':
             s['place'] = start, start + g['frames'][s['sample_idx']]
         results[label] = [{k: s[k] for k in ('text', 'transcript', 'bucket')} | {'kind': s['kind_of_voice']} for s in scores]
         for what, buckets in ALONE.items():
-            stress[label, what] = [s['kind'] for s in scores if s['bucket'] in buckets]
+            stress[label, what] = [(s['text'], s['kind']) for s in scores if s['bucket'] in buckets]
         ended[label] = 1 - float(np.mean([s['truncated'] for s in scores]))
         codes_of = lambda s, tokens=tokens: np.array(tokens[slice(*s['place'])])
         for kind in KINDS[:2]:
@@ -165,9 +171,10 @@ if __name__ == '__main__':
                    for (what, kind), (n, share, mine, other) in similar.items()])
     if there:
         faults = ('clean', 'timeout', 'runaway', 'empty', 'wrong')
-        lines += ['## Single words', '', 'Clean: word error rate at most 0.2 and a plausible length. Error: standard error of the clean rate, as if rollouts were independent.', '']
-        lines += table(('', 'words', 'clips', *faults, 'error'), [(label, what, str(len(kinds)), *(f'{kinds.count(k) / len(kinds):.1%}' for k in faults),
-                       f"{(kinds.count('clean') / len(kinds) * (1 - kinds.count('clean') / len(kinds)) / len(kinds)) ** 0.5:.1%}") for (label, what), kinds in stress.items() if kinds])
+        lines += ['## Single words', '', 'Clean: word error rate at most 0.2 and a plausible length. Last column: how much more of a word is clean than with SFT, mean over words and its standard error.', '']
+        lines += table(('', 'words', 'clips', *faults, 'clean, less SFT'), [
+            (label, what, str(len(rows)), *(f'{sum(kind == k for _, kind in rows) / len(rows):.1%}' for k in faults), gain(rows, stress.get(('SFT', what), ())) if label != 'SFT' else '')
+            for (label, what), rows in stress.items() if rows])
         lines += ['## Stopping', '', 'Clips that end by themselves, before the frame cap.', ''] + table(tuple(ended), [[f'{v:.1%}' for v in ended.values()]])
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
         for ax, kind in zip(axes, KINDS):
