@@ -11,9 +11,7 @@ One generated token is one frame: `start_of_speech` stands for each, `end_of_spe
 in a store on the GPU, written by the sampler, read by the next frame's embedding. What the model reads at a position depends on it
 alone (prefix row, text token, frame number): decoding, prompts in chunks and after a preemption are one path, and a request goes on
 exactly. All but the transformer is model.py's code, noise included: a seed gives the same frames here and there (in float32).
-Left out: text guidance, top_k, repetition penalty.
-
-What plugs into vLLM are hooks of its V2 model runner, no stable interface: written for 0.26.0.
+Left out: text guidance, top_k, repetition penalty. What plugs into vLLM are hooks of its V2 model runner, no stable interface: written for 0.26.0.
 """
 import collections, dataclasses, itertools, os, queue, struct, threading, types
 
@@ -25,8 +23,8 @@ from torch import nn
 
 import model as M
 
-VERSIONS = (0, 26), (0, 33)     # first and last
-FIELDS = 8                      # of a row of the request table: place in the store, prefix, prompt length, threshold, temperature, seed, frame cap, length to read first
+VERSIONS = (0, 26), (0, 33)     # the first is measured; the last was seen to build and load it, no more
+FIELDS = 8                      # of a row of the request table: place in the store, prefix, prompt length, threshold, temperature, seed, frame cap, tokens that exist
 VOICES = 64                     # kept ready beside those of running requests
 
 def register():
@@ -73,7 +71,7 @@ def settings(name, slots, length, dtype='bfloat16', frames=4, **more):
         compilation_config=dict(mode=3, cudagraph_mode='FULL_AND_PIECEWISE', cudagraph_capture_sizes=sizes),
         # vLLM's own way to tokens that are given room before they are drawn: it counts these frames as drafts, of a model of text diffusion
         diffusion_config=dict(canvas_length=frames - 1) if frames > 1 else None,
-        disable_log_stats=True) | (dict(attention_backend='TRITON_ATTN') if exact else {}) | more    # FlashAttention has no float32
+        attention_backend='TRITON_ATTN' if exact else 'FLASH_ATTN', disable_log_stats=True) | more    # FlashAttention has no float32, FlashInfer's metadata not what `several` needs
 
 def request(text, cfg, voice=None, *, max_frames=300, temperature=0.4, seed=0, stop_threshold=0.5, stream=False, logprobs=True):
     """Prompt and SamplingParams of one text, laid out by model.prompt. voice: packed codes [t, 8] of a reference clip, None = the null prefix,
@@ -246,14 +244,15 @@ class GepardForCausalLM(nn.Module):
         from vllm.forward_context import get_forward_context
         s, n, c = self.state, len(positions), get_forward_context()
         m = next(iter(c.attn_metadata.values())) if c.attn_metadata else None
-        if m and m.max_query_len == s.frames and n == s.frames * len(m.seq_lens):       # so also while a graph is recorded
+        # so also while a whole graph is recorded. Pieces of a graph are of a padded batch, which may only look like this one
+        if m and m.max_query_len == s.frames and n == s.frames * len(m.seq_lens) and c.cudagraph_runtime_mode.name != 'PIECEWISE':
             return self.several(input_ids.view(n // s.frames, s.frames), positions.view(n // s.frames, s.frames), c, m)
         s.looped, token = False, torch.arange(n, dtype=torch.int32, device=positions.device)
-        request = torch.searchsorted(m.query_start_loc[1:], token, right=True) if m else token
+        request = torch.searchsorted(m.query_start_loc[1:], token, right=True) if m else token         # without requests (vLLM measures its memory): any
         return self.model(None, positions, None, self.inputs(s.slot_of[request.clamp(max=len(s.slot_of) - 1)], positions, input_ids))
 
     def several(self, input_ids, positions, c, m):
-        """A step in which each request has `frames` tokens [n, frames], of which all but the first are yet to be drawn: one after the other, each with
+        """A step in which each request has `frames` tokens [n, frames], of which all but the first are yet to be drawn (or a prompt's): one after the other, each with
         attention of its own. Inside the captured graph, so vLLM's work in Python (more than the GPU's) is paid once for all of them."""
         s, (n, k), step, out = self.state, positions.shape, (c.attn_metadata, c.slot_mapping), []
         rows = torch.arange(n + 1, dtype=torch.int32, device=positions.device)
@@ -277,7 +276,7 @@ class Requests:
         super().__init__(vllm_config, model, encoder_cache, device)
         cfg, slots = model.cfg, self.max_num_reqs
         self.room, self.wants = self.max_model_len, np.zeros(slots, bool)               # frames of a place; which requests want log-probs
-        self.frames, self.looped = vllm_config.num_speculative_tokens + 1, False        # whether this step's are drawn already
+        self.frames, self.looped = vllm_config.num_speculative_tokens + 1, False        # whether this step's are drawn in `several`
         self.free = list(range(2 * slots + 8))              # places of the store; twice as many, see remove_request; and one for rows that fill up
         self.store = torch.zeros(len(self.free) + 1, self.room, len(cfg.levels), dtype=torch.uint8, device=device)
         self.prefixes = torch.zeros(slots + VOICES, max(1, cfg.num_queries), cfg.hidden_size, dtype=self.dtype, device=device)
@@ -368,7 +367,7 @@ class Sampler:
         s, n, k, ask = self.state, batch.num_reqs, self.state.frames if self.state.looped else 1, self.state.wants[batch.idx_mapping_np].any()
         if not s.looped:                                    # else drawn in the graph
             self.draw(0, logits, batch.cu_num_logits, batch.logits_indices, batch.positions)
-        # all k count, but at the end of a prompt only the last does: it comes first
+        # all k count, but where `frames` tokens were the end of a prompt only the last does: it comes first
         sampled, rejected = self.kept[1][:k, :n].sum(0, dtype=torch.int32), self.kept[2][0, :n].clone()
         place = torch.arange(k, device=s.device) + (k - sampled)[:, None]
         pick = lambda x: x[place.clamp(max=k - 1), torch.arange(n, device=s.device)[:, None]]                 # [n, k, ..]

@@ -1,5 +1,5 @@
 """
-vllm_gepard.py without vLLM and without a GPU: its kernels in Triton's interpreter, its request table, its weights, driven as vLLM's
+vllm_gepard.py without vLLM and without a GPU: its kernel in Triton's interpreter, its request table, its weights, driven as vLLM's
 runner drives them and held against model.generate. What needs an engine is in assets/bench_vllm.py.
 
     pytest tests/test_vllm.py
@@ -36,7 +36,7 @@ class DefaultModelState(abc.ABC):
 SamplerOutput = collections.namedtuple('SamplerOutput', 'sampled_token_ids logprobs_tensors num_nans num_sampled num_rejected')
 LogprobsTensors = collections.namedtuple('LogprobsTensors', 'logprob_token_ids logprobs selected_token_ranks cu_num_generated_tokens')
 Metadata = dataclasses.make_dataclass('Metadata', 'max_query_len num_actual_tokens query_start_loc seq_lens slot_mapping scheduler_metadata'.split())
-CONTEXT = types.SimpleNamespace(attn_metadata=None, slot_mapping=None)
+CONTEXT = types.SimpleNamespace(attn_metadata=None, slot_mapping=None, cudagraph_runtime_mode=types.SimpleNamespace(name='NONE'))
 
 
 class AutoWeightsLoader:
@@ -90,7 +90,8 @@ class Transformer(torch.nn.Module):
     def forward(self, input_ids, positions, intermediate_tensors, inputs_embeds):
         """Whose tokens these are it knows from the context alone, as attention does: a slot's cache begins at 1000 times its number."""
         m, out = CONTEXT.attn_metadata['layer'], torch.zeros_like(inputs_embeds)
-        assert len(positions) == len(inputs_embeds) == m.num_actual_tokens == len(m.slot_mapping) and CONTEXT.slot_mapping['layer'] is m.slot_mapping
+        padded = len(positions) if CONTEXT.cudagraph_runtime_mode.name == 'PIECEWISE' else m.num_actual_tokens
+        assert len(positions) == len(inputs_embeds) == padded >= m.num_actual_tokens == len(m.slot_mapping) and CONTEXT.slot_mapping['layer'] is m.slot_mapping
         start = m.query_start_loc.tolist()
         for first, last, n in zip(start, start[1:], m.seq_lens.tolist()):
             if last == first:                                               # fills up
@@ -151,9 +152,10 @@ class Runner:
         i32, n, total = lambda x: torch.tensor(x, dtype=torch.int32), len(rs), sum(counts)
         uniform = set(counts) == {self.frames}
         padded = min(self.slots, 1 << (n - 1).bit_length()) if uniform else n                       # a recorded graph has its own number of requests
-        more = (padded - n) * self.frames
+        more = (padded - n) * self.frames if uniform else -total % 8                                # nor have pieces of one
+        CONTEXT.cudagraph_runtime_mode.name = 'NONE' if uniform else 'PIECEWISE'
         start, logits = np.cumsum([0, *counts]), np.cumsum([0, *(d + 1 for d in drafts)])
-        slots = i32([1000 * r.slot + p for r, c in zip(rs, counts) for p in range(r.done, r.done + c)] + [-1] * more)
+        slots = i32([1000 * r.slot + p for r, c in zip(rs, counts) for p in range(r.done, r.done + c)] + [-1] * more * uniform)
         batch = types.SimpleNamespace(
             num_reqs=n, req_ids=names, idx_mapping=i32([r.slot for r in rs]), idx_mapping_np=np.array([r.slot for r in rs]), num_scheduled_tokens=np.array(counts),
             query_start_loc=i32([*start, *[total] * (padded - n)]), positions=torch.cat([*(torch.arange(r.done, r.done + c) for r, c in zip(rs, counts)), torch.full((more,), 7)]),
@@ -161,7 +163,7 @@ class Runner:
         seq_lens = i32([*(r.done + c for r, c in zip(rs, counts)), *[0] * (padded - n)])
         assert self.state.prepare_inputs(batch, None) == {}
         CONTEXT.slot_mapping = {'layer': slots}
-        CONTEXT.attn_metadata = {'layer': Metadata(max(counts), total + more, batch.query_start_loc, seq_lens, slots, 'made for this step alone')}
+        CONTEXT.attn_metadata = {'layer': Metadata(max(counts), len(slots), batch.query_start_loc, seq_lens, slots, 'made for this step alone')}
         ids = torch.tensor([i for r, c in zip(rs, counts) for i in (r.ids + [0] * self.frames)[r.done:r.done + c]] + [0] * more)
         self.sides.clear()
         out = self.sampler(self.model.compute_logits(self.model(ids, batch.positions)[batch.logits_indices]), batch)
@@ -469,8 +471,8 @@ else:
         s = V.settings(str(tmp_path / 'c'), slots=12, length=100, dtype='float32', max_model_len=90)
         assert s['hf_overrides'] == {'architectures': ['GepardForCausalLM']} and s['compilation_config']['cudagraph_capture_sizes'] == [4, 8, 16, 32, 48]
         assert s['diffusion_config'] == {'canvas_length': 3} and V.settings(str(tmp_path / 'c'), 12, 100, frames=1)['diffusion_config'] is None
-        assert s['kv_cache_memory_bytes'] >= 12 * 100 * 2 * 3 * 2 * 32 * 4 and s['attention_backend'] == 'TRITON_ATTN' and s['max_model_len'] == 90
-        assert s['enable_prefix_caching'] is False and os.environ['TRITON_F32_DEFAULT'] == 'ieee' and 'attention_backend' not in V.settings(str(tmp_path / 'c'), 1, 50)
+        assert s['kv_cache_memory_bytes'] >= 12 * 100 * 2 * 3 * 2 * 32 * 4 and s['attention_backend'] == 'TRITON_ATTN' and V.settings(str(tmp_path / 'c'), 1, 50)['attention_backend'] == 'FLASH_ATTN' and s['max_model_len'] == 90
+        assert s['enable_prefix_caching'] is False and os.environ['TRITON_F32_DEFAULT'] == 'ieee'
 
     def test_prompts(vllm):
         cfg = tiny_model(text_repetition=M.Config().text_repetition | {'enabled': True}).cfg
