@@ -710,10 +710,7 @@ def gumbel(key, frame, channels, width):
     return -(-((bits.float() + 0.5) / (1 << 23)).log()).log().view(-1, channels, width)
 
 
-# Opaque to torch.compile, which would otherwise read all of the cache
-
-@torch.library.custom_op('gepard::cached_attention', mutates_args=())
-def cached_attention(q: torch.Tensor, cache: torch.Tensor, used: torch.Tensor, q_start: torch.Tensor, k_start: torch.Tensor, room: int) -> torch.Tensor:
+def attend_to_cache(q: torch.Tensor, cache: torch.Tensor, used: torch.Tensor, q_start: torch.Tensor, k_start: torch.Tensor, room: int) -> torch.Tensor:
     """Attention of one token a row to the first `used` places of its row in the cache [rows, places, 2, kv heads, hd]. q [n, group, kv heads, hd]:
     the query heads that share a key head stand as that many queries, so no key is repeated. room: what is used at most (of the path in fp32)."""
     if q.is_cuda and q.dtype != torch.float32:      # reads only what is used, whatever the cache's size: the step's shape never changes
@@ -723,6 +720,10 @@ def cached_attention(q: torch.Tensor, cache: torch.Tensor, used: torch.Tensor, q
     keys, values = cache[:len(q), :room].permute(2, 0, 3, 1, 4).unbind(0)           # [n, kv heads, room, hd]
     seen = torch.arange(room, device=q.device) < used[:, None]
     return F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, seen[:, None, None]).transpose(1, 2).contiguous()
+
+
+# Opaque to torch.compile, which would otherwise read all of the cache. Not compiled, the function itself is called: the first call of an operator imports torch.compile, a second or two
+cached_attention = torch.library.custom_op('gepard::cached_attention', attend_to_cache, mutates_args=())
 
 
 @cached_attention.register_fake
@@ -742,7 +743,7 @@ def cached(where, q, k, v):
     cache, row, pos, *rest = where
     cache[row, pos] = torch.stack((k, v), 1)                                        # in place when compiled, too, and in one kernel with rotary
     q = q.unflatten(1, (k.shape[1], -1)).transpose(1, 2).contiguous()               # [n, group, kv heads, hd]
-    return cached_attention(q, cache, *rest).transpose(1, 2).flatten(1, 2)
+    return (cached_attention if torch.compiler.is_compiling() else attend_to_cache)(q, cache, *rest).transpose(1, 2).flatten(1, 2)
 
 
 @functools.cache
