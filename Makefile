@@ -40,8 +40,10 @@ weights:
 
 TEXT ?= The teacher opened the window before dinner.
 REF  ?= assets/speaker/af_bella.flac
+speak: export SAY := $(value TEXT)
+speak: export LIKE := $(value REF)
 speak: $(READY)
-	$(PY) sample.py --ckpt=assets/speaker --text="$(TEXT)" --ref="$(REF)" --out=out/speak.wav
+	$(PY) sample.py --ckpt=assets/speaker --text="$$SAY" --ref="$$LIKE" --out=out/speak.wav
 
 demo: $(READY)
 	$(PY) assets/tiny/make_speech.py

@@ -9,7 +9,7 @@
 A frame is 8 packed indices (one a group) or 32 channels (4 a group): index k unfolds little-endian, code_d = k // prod(L_0..L_{d-1}) mod L_d,
 channel = group * 4 + d. NeMo is imported only when a NanoCodec is made.
 """
-import contextlib, functools, logging, math, os, warnings, wave
+import contextlib, functools, io, logging, math, os, warnings, wave
 import numpy as np
 import torch
 from torch.nn.utils import parametrize
@@ -51,11 +51,20 @@ def check_codes(codes, levels=LEVELS, groups=GROUPS):
 # ----------------------------------------------------------------------------- files for ears and eyes
 
 def save_wav(path, audio, rate):
-    """float -1 to 1 -> 16-bit mono wav; what is beyond is clipped."""
+    """float -1 to 1 -> 16-bit mono wav; what is beyond is clipped. Whole or not at all; OSError where it cannot be written."""
     pcm = (np.clip(np.asarray(audio, np.float32), -1, 1) * 32767).round().astype('<i2')
-    with wave.open(str(path), 'wb') as f:
+    data = io.BytesIO()
+    with wave.open(data, 'wb') as f:
         f.setparams((1, 2, rate, 0, 'NONE', ''))
         f.writeframes(pcm.tobytes())
+    try:
+        with open(f'{path}.tmp', 'wb') as f:
+            f.write(data.getvalue())
+        os.replace(f'{path}.tmp', path)
+    except OSError:
+        if os.path.exists(f'{path}.tmp'):
+            os.remove(f'{path}.tmp')
+        raise
 
 def save_spectrogram(path, audio, rate, title=''):
     """A picture of the log magnitude spectrogram, 70 dB deep, about 200 pixels a second."""

@@ -42,7 +42,7 @@ out_dir = 'data/corpus'
 codec = 'nvidia/nemo-nano-codec-22khz-1.89kbps-21.5fps'     # Hub name, or a local .nemo file
 tokenizer = 'nineninesix/qwen3_5-full-attn-only-14'         # Hub name, or a local folder with tokenizer.json
 special_tokens = {'start_of_speech': 248070, 'end_of_speech': 248071, 'start_of_text': 248073, 'end_of_text': 248074,
-                  'tts_pad': 248076}                        # the released ids; {}: from gepard_special_tokens.json of the tokenizer's folder
+                  'tts_pad': 248076}                        # the released ids; {}: from gepard_special_tokens.json or, of a checkpoint, gepard_config.json in the tokenizer's folder
 # filters: a row that fails one is written to rejects.jsonl
 max_seconds = 40.0              # longer clips are dropped: they cost the most memory and are mostly wrongly cut; 0.0 = no limit
 max_text_tokens = 1000          # longer texts are dropped: 40 s hold some 200 tokens of words, 800 bytes, so this is a page for a sentence; 0 = no limit
@@ -156,7 +156,10 @@ def load_tokenizer(name):
         from huggingface_hub import snapshot_download
         name = snapshot_download(name, allow_patterns=['*token*.json'])     # a checkpoint takes its tokenizer_config.json along
     path = os.path.join(name, 'tokenizer.json')
-    return Tokenizer.from_file(path), path
+    try:
+        return Tokenizer.from_file(path), path
+    except Exception as e:                                  # it knows no narrower one
+        raise ValueError(f'{path}: {e}') from None
 
 def clean_text(text):
     """NFC; each run of control characters, newlines, line separators and stray BOMs is one space; stripped."""
@@ -684,8 +687,11 @@ if __name__ == '__main__':
         stop(f"tokenizer {tokenizer!r}: {' '.join(str(e).split())[:300]}")
     length, special, beside = tok.get_vocab_size(), dict(special_tokens), os.path.join(tokenizer, 'gepard_special_tokens.json')
     if not special:
+        checkpoint = os.path.join(tokenizer, 'gepard_config.json')
+        beside = checkpoint if os.path.exists(checkpoint) and not os.path.exists(beside) else beside
         try:
-            special = {k: v for k, v in json.load(open(beside)).items() if k != 'tokeniser_length'}
+            special = json.load(open(beside))
+            special = {k: v for k, v in special.get('special_tokens', special).items() if k != 'tokeniser_length'}
         except (OSError, ValueError, AttributeError) as e:
             stop(f'special_tokens is {{}}, and {beside}: {e}')
     specials = {v for v in special.values() if type(v) is int and 0 <= v < length}

@@ -231,9 +231,12 @@ else:
 total = time.time() - start
 for n, ((where, t), r, wav) in enumerate(zip(texts, result, wavs)):
     name = wav_name(n)
-    if not stream:
-        save_wav(name, wav, nano.sample_rate)
-    save_spectrogram(os.path.splitext(name)[0] + '.png', wav, nano.sample_rate, t)
+    try:
+        if not stream:
+            save_wav(name, wav, nano.sample_rate)
+        save_spectrogram(os.path.splitext(name)[0] + '.png', wav, nano.sample_rate, t)
+    except OSError as e:
+        fail(f'{name}: not written ({e.strerror or e})')
     print(f"{name}: {len(r['codes'])} frames, {len(r['codes']) / nano.frame_rate:.2f} s" + (' (cut at max_seconds: the stop head did not fire)' if r['ended_by'] == 'max_frames' else ''))
 seconds = sum(len(r['codes']) for r in result) / nano.frame_rate
 print(f'{seconds:.2f} s of speech in {total:.2f} s: RTF {total / seconds:.3f} (model {lm / seconds:.3f}), first audio after {first or total:.2f} s')

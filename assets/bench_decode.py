@@ -32,6 +32,8 @@ from codec import fold
 
 if device == 'cpu':
     compile = profile = False
+elif not torch.cuda.is_available():
+    raise SystemExit('bench_decode.py: needs a GPU; --device=cpu shows that it runs')
 FRAME_RATE = 22050 / 1024
 cfg = M.Config(num_hidden_layers=layers, vocab_size=vocab)
 with torch.device(device):

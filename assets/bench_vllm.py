@@ -350,6 +350,8 @@ def torch_table():
 
 
 if __name__ == '__main__':
+    if not torch.cuda.is_available():
+        sys.exit('bench_vllm.py: needs a GPU, and vLLM: docs/serving.md')
     todo = {'make': make, 'equal': lambda: right('float32'), 'preempt': lambda: right('float32', num_gpu_blocks_override=40), 'bf16': lambda: right('bfloat16'), 'leak': leak,
             'listen': listen, 'table': lambda: table(streams), 'rate': lambda: table((engine_streams,)), 'torch': torch_table}
     if part:

@@ -252,6 +252,17 @@ def test_missing_keys_and_other_types_are_an_error(tmp_path, fake):
         got = prepare(tmp_path / 'out', sources)
         assert said in got and got.count('\n') == 1
 
+def test_special_tokens_of_a_checkpoint(tmp_path, fake):
+    os.mkdir(tmp_path / 'tok')
+    shutil.copy(os.path.join(TOKENIZER, 'tokenizer.json'), tmp_path / 'tok')
+    ids = json.load(open(os.path.join(TOKENIZER, 'gepard_special_tokens.json')))
+    write(tmp_path / 'tok/gepard_config.json', json.dumps({'special_tokens': ids}))
+    meta = prepare(tmp_path / 'out', (speech(tmp_path),), f'--tokenizer={tmp_path}/tok').meta
+    assert meta['special_tokens'] == {k: v for k, v in ids.items() if k != 'tokeniser_length'}
+    write(tmp_path / 'tok/tokenizer.json', '{}')
+    got = prepare(tmp_path / 'other', (speech(tmp_path),), f'--tokenizer={tmp_path}/tok')
+    assert 'tokenizer.json: ' in got and got.count('\n') == 1
+
 @pytest.mark.parametrize('content, said', (('{"a"', 'Expecting'), ('[1]', "'list' object"), ('{"tokeniser_length": 9}', 'five different ids'), (None, 'No such file')))
 def test_special_tokens_beside_the_tokenizer(tmp_path, fake, content, said):
     os.mkdir(tmp_path / 'tok')
