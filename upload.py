@@ -177,12 +177,9 @@ try:
     M.backbone_fields(config, f'{ckpt}/config.json')
     check_rotary(cfg, {f'{ckpt}/config.json': config, f'{ckpt}/gepard_config.json, backbone_config': gepard_config['backbone_config']})
     state = published_state(ckpt, cfg)
+    tokenizer = load_tokenizer(ckpt)[0].get_vocab_size()
 except (OSError, ValueError) as e:
     fail(e)
-try:
-    tokenizer = load_tokenizer(ckpt)[0].get_vocab_size()
-except Exception as e:      # the tokenizer's library raises nothing more special
-    fail(f'{ckpt}/tokenizer.json: {e}')
 highest = max(v for k, v in cfg.special_tokens.items() if k != 'tokeniser_length')
 if tokenizer > cfg.vocab_size or highest >= cfg.vocab_size:
     fail(f'{ckpt}: the tokenizer has {tokenizer} ids, special tokens go up to {highest}, the model has {cfg.vocab_size}')
