@@ -158,6 +158,7 @@ def sample_frame(logits, stride, row_of, token_of, position, slot_of, table, sta
     c, j = tl.arange(0, K), tl.arange(0, L)
     grid = c[:, None] * L + j[None, :]
     x = tl.load(logits + grid)                                                          # [K, L]
+    x = tl.where(x == x, x, float('-inf'))                                              # a row that fills up a graph attends to nothing: NaN, and argmax would go past the codes
     # model.gumbel; float64 as Triton's float32 logarithm is a coarse one near 1
     bits = hashed(hashed(seed.to(tl.uint64, bitcast=True)) + (frame * (K * L) + 1 + grid).to(tl.uint64, bitcast=True) * 0x9E3779B97F4A7C15) >> 41
     noise = -tl.log(-tl.log((bits.to(tl.float64) + 0.5) / 8388608)).to(tl.float32)

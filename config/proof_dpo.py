@@ -11,8 +11,8 @@ if 'prompts' in globals():          # dpo_sample.py
     ckpt = 'out/proof/sft/merged'
     prompts = 'data/proof/prompts.jsonl'
     voices = ('data/proof_corpus',)         # a clip of each speaker
-    speakers_per_text = 4
-    rollouts = 8
+    speakers_per_text = 8
+    rollouts = 4
     cfg_scale = 1.5                         # 3.0 is too much for small models: docs/guide.md
     compile = False                         # seconds of work are not worth a minute of compiling
 if 'asr' in globals():              # dpo_score.py
@@ -22,5 +22,5 @@ if 'asr' in globals():              # dpo_score.py
 if 'beta' in globals():             # dpo_train.py
     learning_rate = 3e-4            # a small model, and few pairs: with 1e-4 and 3e-4 of 600 rollouts 453 were clean, so 460
     stop_lr = 1e-3
-    epochs = 3
+    epochs = 2
     warmup_steps = 10

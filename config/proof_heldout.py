@@ -2,6 +2,6 @@
 prompts = 'data/proof/heldout.jsonl'
 voices = ('data/proof_voices',)
 speakers_per_text = 5
-rollouts = 2
+rollouts = 4
 cfg_scale = 1.0                     # as the checkpoint speaks by itself
 seed = 1000

@@ -101,6 +101,7 @@ class Transformer(torch.nn.Module):
             assert m.slot_mapping[first:last].tolist() == list(range(1000 * slot + at, 1000 * slot + n))
             self.rows[slot] = torch.cat((self.rows[slot][:at], inputs_embeds[first:last])) if at else inputs_embeds[first:last].clone()
             out[first:last] = self.inner[0](self.rows[slot], torch.arange(n), M.packed_attention, (torch.tensor([0, n], dtype=torch.int32), n))[at:]
+        out[start[-1]:] = torch.nan                                         # attention to nothing
         return out
 
 

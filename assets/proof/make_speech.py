@@ -127,6 +127,8 @@ def plan():
         held['known'].append(new('1', closed | unclear | {*prompts['1'], *held['known']}))
     singles = {w.capitalize() + '.' for symbol in GRAMMAR['ONE'] for w in GRAMMAR[symbol]}
     prompts['1'] += sorted(singles - closed - unclear - {*prompts['1'], *held['known']})
+    while len(prompts['2-3']) < 120:                                        # there are few single words, and preference training learns few words by heart
+        prompts['2-3'].append(new('2-3', closed | unclear | set(prompts['2-3'])))
     names = [*voices(), *(KOKORO if kokoro else [])]
     train = []
     replayed = {*KOKORO, *(mixed := mixtures())}
