@@ -1131,10 +1131,14 @@ def load_checkpoint(name, device='cpu', dtype=torch.float32):
     Only the contrastive head may be missing (it is not needed to speak; it then starts anew). Tensors of parts that the
     config has switched off are passed over: older files keep them."""
     folder = local_or_hub(name, ['*.json', '*.safetensors', '*.txt', '*.jinja'])
-    cfg = config_from_json(read_json(os.path.join(folder, 'gepard_config.json')), os.path.join(folder, 'gepard_config.json'))
+    settings = os.path.join(folder, 'gepard_config.json')
+    raw = read_json(settings)
+    cfg = config_from_json(raw, settings)
     model = Gepard(cfg)
     where = os.path.join(folder, 'model.safetensors')
     state = fused(read_tensors(folder), cfg, where)
+    if 'voice_cloning' not in raw and any(k.startswith('ref_compressor.') for k in state):
+        raise ValueError(f"{settings}: voice_cloning is missing, but {where} has a speaker prefix; {{'enabled': false}} leaves it out")
     broken = [k for k, v in state.items() if not torch.isfinite(v).all()]
     if broken:
         raise ValueError(f'{where}: NaN or infinite values in {broken[:4]}: the run that wrote it had diverged')

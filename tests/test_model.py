@@ -611,6 +611,7 @@ BROKEN = {
     'no config': (lambda p: os.remove(os.path.join(p, 'gepard_config.json')), 'gepard_config.json: no such file'),
     'missing key': (lambda p: rewrite_config(p, lambda j: j.pop('audio_heads')), "gepard_config.json: missing key 'audio_heads'"),
     'missing inner key': (lambda p: rewrite_config(p, lambda j: j['voice_cloning']['compressor'].pop('num_heads')), "missing key 'num_heads'"),
+    'missing prefix': (lambda p: rewrite_config(p, lambda j: j.pop('voice_cloning')), 'voice_cloning is missing, but .*model.safetensors has a speaker prefix'),
     'heads out of order': (lambda p: rewrite_config(p, out_of_order), 'audio_heads are out of order'),
     'linear attention': (lambda p: rewrite_config(p, lambda j: j['backbone_config'].update(layer_types=['linear_attention'] * 3)), 'gepard_config.json: layer_types'),
     'prefix of another width': (lambda p: rewrite_config(p, lambda j: j['voice_cloning']['compressor'].update(d_model=32)), 'd_model 32'),

@@ -22,8 +22,10 @@ asr = '.cache/whisper-base.pt'  # as in config/proof_dpo.py
 asr_window = 8.0
 samples = False                 # True: clips of the last stage that is there into assets/samples
 # ----------------------------------------------------------------------------
-NAMES = {'base': 'base', 'sft': 'SFT', 'sft_cfg': 'SFT + guidance', 'dpo1': 'DPO 1', 'dpo2': 'DPO 2', 'plain': 'SFT without repetition', 'dpo1_nocfg': 'DPO 1, pairs without guidance',
-         'nosupcon': 'base without SupCon', 'all': 'base on texts of all lengths', 'all_sft': 'SFT of that', 'small_sft': 'SFT of 15 million parameters'}
+SMALL = ' of 15 million parameters'
+NAMES = {'base': 'base', 'sft': 'SFT', 'sft_cfg': 'SFT + guidance', 'dpo1': 'DPO 1', 'dpo2': 'DPO 2', 'plain': 'SFT without repetition', 'dpo1_cfg': 'DPO 1, guided pairs', 'dpo2_cfg': 'DPO 2, guided pairs',
+         'nosupcon': 'base without SupCon', 'all': 'base on texts of all lengths', 'all_sft': 'SFT of that', 'small_sft': 'SFT' + SMALL, 'small_sft_cfg': f'SFT{SMALL} + guidance',
+         'small_dpo1': 'DPO 1' + SMALL, 'small_dpo1_cfg': f'DPO 1{SMALL}, guided pairs', 'small_dpo2_cfg': f'DPO 2{SMALL}, guided pairs'}
 STAGES = ('base', 'SFT', 'SFT + guidance', 'DPO 1', 'DPO 2')        # of these the picture
 BUCKETS = ('known', '1', '2-3', '4-7', '8-14', '15-30')
 ALONE = {'all': ('known', '1'), 'said alone in the corpus': ('known',), 'within sentences only': ('1',)}      # single words
@@ -171,10 +173,10 @@ if __name__ == '__main__':
                    for (what, kind), (n, share, mine, other) in similar.items()])
     if there:
         faults = ('clean', 'timeout', 'runaway', 'empty', 'wrong')
-        lines += ['## Single words', '', 'Clean: word error rate at most 0.2 and a plausible length. Last column: how much more of a word is clean than with SFT, mean over words and its standard error.', '']
+        lines += ['## Single words', '', 'Clean: word error rate at most 0.2 and a plausible length. Last column: how much more of a word is clean than with SFT (of the same size), mean over words and its standard error.', '']
         lines += table(('', 'words', 'clips', *faults, 'clean, less SFT'), [
-            (label, what, str(len(rows)), *(f'{sum(kind == k for _, kind in rows) / len(rows):.1%}' for k in faults), gain(rows, stress.get(('SFT', what), ())) if label != 'SFT' else '')
-            for (label, what), rows in stress.items() if rows])
+            (label, what, str(len(rows)), *(f'{sum(kind == k for _, kind in rows) / len(rows):.1%}' for k in faults), gain(rows, stress.get((sft, what), ())) if label != sft else '')
+            for (label, what), rows in stress.items() if rows for sft in ['SFT' + SMALL * (SMALL in label)]])
         lines += ['## Stopping', '', 'Clips that end by themselves, before the frame cap.', ''] + table(tuple(ended), [[f'{v:.1%}' for v in ended.values()]])
         fig, axes = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
         for ax, kind in zip(axes, KINDS):
