@@ -78,7 +78,7 @@ wandb_project = ''              # '' = off
 # system
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 where the GPU or CPU multiplies it in hardware, else float32; masters are always float32
-parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit: a quarter slower (docs/speed.md)
+parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit: a quarter to a third slower (docs/speed.md)
 recompute = False               # layers run twice instead of keeping their insides: less memory, more time
 compile = True                  # torch.compile by layer, on a GPU only; half a minute or more at the start
 peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
