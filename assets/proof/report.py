@@ -56,7 +56,7 @@ def gain(rows, others):
     """Two lists of (word, kind of clip) -> mean over the words of both of the difference of their clean shares, and its standard error: words differ more than rollouts do."""
     share = lambda rows, word: np.mean([kind == 'clean' for w, kind in rows if w == word])
     d = np.array([share(rows, word) - share(others, word) for word in {w for w, _ in rows} & {w for w, _ in others}])
-    return f'{d.mean():+.1%} ± {d.std(ddof=1) / len(d) ** 0.5:.1%}' if len(d) > 1 else ''
+    return f'{round(d.mean(), 3) + 0:+.1%} ± {d.std(ddof=1) / len(d) ** 0.5:.1%}' if len(d) > 1 else ''
 
 if __name__ == '__main__':
     sys.path[:0] = [ROOT, os.path.join(ROOT, 'assets', 'tiny')]
