@@ -74,6 +74,8 @@ def assign(prompt_id, voices, speakers_per_text, null_share, seed):
 def read_prompts(path):
     """[{id, text, category, lang}] of a .jsonl or text file. ValueError names the line."""
     out, seen = [], {}
+    if path.endswith(('.csv', '.tsv', '.parquet', '.json')):
+        raise ValueError(f'{path}: prompts are .jsonl (objects with a text) or a text file with a prompt a line')
     try:
         lines = open(path, encoding='utf-8-sig').read().split('\n')
     except (OSError, UnicodeDecodeError) as e:
@@ -82,7 +84,7 @@ def read_prompts(path):
         if not line.strip():
             continue
         row = {'text': line}
-        if path.endswith(('.jsonl', '.json')):
+        if path.endswith('.jsonl'):
             try:
                 row = {k: v for k, v in json.loads(line).items() if v is not None}
                 assert isinstance(row['text'], str) and json.dumps(row, ensure_ascii=False).encode()        # half a surrogate pair is no text

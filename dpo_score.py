@@ -11,7 +11,7 @@ in flight. Then rewards (scores.jsonl, a line a rollout) and pairs.json: tokens'
 its hash. --eval writes report.json and report.png instead: rates of clean, timeout (cut at the frame cap), runaway (longer than
 plausible), empty (nothing heard), wrong (WER or shorter than plausible), by text length, voice and language.
 """
-import io, json, os, re, sys
+import hashlib, io, json, os, re, sys
 from functools import cache
 
 # -----------------------------------------------------------------------------
@@ -318,6 +318,9 @@ if __name__ == '__main__':
         meta = M.read_json(inside('rollouts', 'meta.json'))
         index = [json.loads(line) for line in open(inside('rollouts', 'index.jsonl'), encoding='utf-8')]
         references = {int(k): v.numpy() for k, v in M.read_tensors(inside('rollouts'), 'voices.safetensors').items()}
+        frames, size = sum(sum(g['frames']) for g in index), os.path.getsize(inside('rollouts', 'tokens.bin'))
+        if size != 16 * frames:
+            fail(f"{inside('rollouts', 'tokens.bin')}: {size:,} bytes, but the {frames:,} frames of index.jsonl have {16 * frames:,}: damaged")
         tokens = np.memmap(inside('rollouts', 'tokens.bin'), '<u2', 'r').reshape(-1, 8)
         old = M.read_json(other) if compare else None
         if compare and not (isinstance(old, dict) and {'run', 'policy', 'sampling', 'rates'} <= old.keys()):
@@ -350,7 +353,8 @@ if __name__ == '__main__':
                 pass
         return found
 
-    heard_with = {k: config[k] for k in HEARD}
+    # the rollouts too: made anew under the same name, they are not what was heard
+    heard_with = {k: config[k] for k in HEARD} | {'rollouts': hashlib.sha256(open(inside('rollouts', 'index.jsonl'), 'rb').read() + tokens.tobytes()).hexdigest()[:16]}
     if rank == 0:
         before = M.read_json(inside('heard.json')) if os.path.exists(inside('heard.json')) else heard_with
         changed = [f'{k} {before.get(k)!r}, now {v!r}' for k, v in heard_with.items() if before.get(k) != v]
@@ -423,7 +427,13 @@ if __name__ == '__main__':
 
     # ---- rewards
 
-    facts = [json.loads(line)['rollouts'] for line in open(all_facts, encoding='utf-8')]
+    try:
+        facts = [json.loads(line) for line in open(all_facts, encoding='utf-8')]
+        if [(f['group'], len(f['rollouts'])) for f in facts] != [(g['group'], len(g['frames'])) for g in index]:
+            raise ValueError('its groups are not those of the rollouts')
+        facts = [f['rollouts'] for f in facts]
+    except (ValueError, KeyError, TypeError) as e:
+        fail(f'{all_facts}: damaged ({e}): remove it, and all is heard again')
     scores, counts = [], {'not heard: too quiet': 0, 'not heard: too short': 0}
     terms = {n: config[n] for n in ('sec_base', 'sec_per_word', 'min_ratio', 'max_ratio', *WEIGHTS)}
     for g, heard in zip(index, facts):

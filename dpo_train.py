@@ -136,8 +136,11 @@ try:
     model, base = gepard.load_checkpoint(gepard.latest_checkpoint(ckpt or content['policy']) or ckpt or content['policy'])
     base_hash = lora.tensors_hash(base)
     references = {int(k): v.numpy() for k, v in gepard.read_tensors(os.path.join(run, 'rollouts'), 'voices.safetensors').items()}
-    tokens = np.memmap(os.path.join(run, 'rollouts', 'tokens.bin'), '<u2', 'r').reshape(-1, 8)
     cfg, pairs, p_floor = model.cfg, content['pairs'], content['p_floor']
+    where = os.path.join(run, 'rollouts', 'tokens.bin')
+    if os.path.getsize(where) % 16 or os.path.getsize(where) < 16 * max((p[side]['start'] + p[side]['frames'] for p in pairs for side in ('chosen', 'rejected')), default=0):
+        fail(f'{where}: shorter than what pairs.json was made from, or cut inside a frame: damaged')
+    tokens = np.memmap(where, '<u2', 'r').reshape(-1, 8)
 except BlockingIOError:
     fail(f'another run is writing to {train_dir}')
 except KeyError as e:

@@ -51,7 +51,7 @@ max_bad_steps = 10              # so many steps in a row with a non-finite gradi
 # evaluation, logging, saving
 eval_interval = 100             # steps; 0 = never
 eval_rows = 256                 # held-out rows of each corpus; 0 = all
-log_interval = 10               # steps; the only time the host waits for the device
+log_interval = 10               # steps; the only time the host waits for the device. Several ranks notice a SIGTERM only then, and torchrun kills them after 30 s
 save_interval = 100             # steps
 keep_checkpoints = 3            # older ones go once a new one is whole; 0 = keep all
 resume = True                   # False: refuse to start where checkpoints lie
@@ -120,7 +120,7 @@ if __name__ == '__main__':
             print('finetune.py: ' + '; '.join(bad), file=sys.stderr)
         sys.exit(2)
 
-    import fcntl, itertools, shutil, subprocess
+    import fcntl, itertools, shutil, subprocess, warnings
     from contextlib import nullcontext
 
     import torch
@@ -147,6 +147,7 @@ if __name__ == '__main__':
         torch.set_float32_matmul_precision('high')
     if ddp:
         dist.init_process_group('nccl' if device == 'cuda' else 'gloo')
+    warnings.filterwarnings('ignore', message='FSDP2-wrapped module')           # its outputs are views, and nothing writes into them
     say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
     def fail(message, everywhere=False):
@@ -465,10 +466,13 @@ if __name__ == '__main__':
         say(f'step {step}: ' + '; '.join(f"{name} code {g['all']['code']:.3f} ({moved(name):+.3f}) stop {g['all']['stop']:.4f}" for name, g in r.items()))
         record({f'{name}_{k}': g['all'][k] for name, g in r.items() for k in ('code', 'stop')})
         if rank == 0:
-            gepard.write_json(os.path.join(out_dir, 'evaluation.json.tmp'), measured)
-            os.replace(os.path.join(out_dir, 'evaluation.json.tmp'), os.path.join(out_dir, 'evaluation.json'))
-            if step:
-                curves()
+            try:
+                gepard.write_json(os.path.join(out_dir, 'evaluation.json.tmp'), measured)
+                os.replace(os.path.join(out_dir, 'evaluation.json.tmp'), os.path.join(out_dir, 'evaluation.json'))
+                if step:
+                    curves()
+            except OSError as e:                                        # a full disk: numbers and pictures are not worth the run
+                print(f'finetune.py: {out_dir}: step {step}: evaluation.json or curves.png is not written ({e.strerror or e})', file=sys.stderr, flush=True)
 
     def print_table():
         say(f"\n{'':32}{'rows':>6}{'code loss before':>18}{'after':>9}{'moved':>9}{'stop before':>14}{'after':>9}")
@@ -515,8 +519,7 @@ if __name__ == '__main__':
 
     def record(values):
         if rank == 0:
-            with open(metrics_path, 'a', encoding='utf-8') as f:
-                f.write(json.dumps({'step': step, **values}) + '\n')
+            gepard.append_line(metrics_path, json.dumps({'step': step, **values}))
 
     def settle():
         """Look at the pending steps' flags (the host waits here): name the skipped ones, end the run after too many in a row."""

@@ -12,8 +12,8 @@ sequence of N tokens (see `pack`): no padding, attention never crosses rows, pos
 
 Shape letters: N packed tokens, F frames, B rows, d width, K = 32 channels, L = 8 codes at most in a channel.
 """
-import functools, itertools, json, math, os, shutil
-from dataclasses import dataclass, field
+import functools, itertools, json, math, os, shutil, sys
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 import torch
@@ -152,6 +152,9 @@ def config_from_json(j, where='gepard_config.json'):
         cfg.supcon_dim = (sup['projection_dim'] if projected else cfg.hidden_size) if sup['enabled'] else 0
         if cfg.num_queries and cfg.hidden_size % cfg.prefix_heads:
             raise ValueError(f'{where}: compressor num_heads {cfg.prefix_heads} does not divide d_model {cfg.hidden_size}')
+        for f in fields(cfg):
+            if f.type in (int, float) and type(v := getattr(cfg, f.name)) not in (int, f.type):
+                raise ValueError(f'{where}: {f.name} is {v!r}, not {f.type.__name__}')
         # what is used later, not here: named now
         [cfg.codec[k] for k in ('codec_id', 'sample_rate')], repeats(1, cfg.text_repetition)
         if list(cfg.codec['fsq_levels']) * cfg.codec['num_layers'] != cfg.levels:
@@ -1137,8 +1140,8 @@ def load_checkpoint(name, device='cpu', dtype=torch.float32):
     model = Gepard(cfg)
     where = os.path.join(folder, 'model.safetensors')
     state = fused(read_tensors(folder), cfg, where)
-    if 'voice_cloning' not in raw and any(k.startswith('ref_compressor.') for k in state):
-        raise ValueError(f"{settings}: voice_cloning is missing, but {where} has a speaker prefix; {{'enabled': false}} leaves it out")
+    if not raw.get('voice_cloning') and any(k.startswith('ref_compressor.') for k in state):
+        raise ValueError(f'{settings}: voice_cloning is missing, but {where} has a speaker prefix; "voice_cloning": {{"enabled": false}} leaves it out')
     broken = [k for k, v in state.items() if not torch.isfinite(v).all()]
     if broken:
         raise ValueError(f'{where}: NaN or infinite values in {broken[:4]}: the run that wrote it had diverged')
@@ -1156,6 +1159,18 @@ def fsync(path):
 def write_json(path, content):
     with open(path, 'w', encoding='utf-8') as f:
         json.dump(content, f, indent=2, ensure_ascii=False)
+
+
+def append_line(path, line):
+    """A line more in a log. Where the disk is full the file stays as it was and stderr says so: numbers are not worth a run."""
+    size = os.path.getsize(path) if os.path.exists(path) else 0
+    try:
+        with open(path, 'a', encoding='utf-8') as f:
+            f.write(line + '\n')
+    except OSError as e:
+        if os.path.exists(path):
+            os.truncate(path, size)
+        print(f'{path}: a line is not written ({e.strerror})', file=sys.stderr, flush=True)
 
 
 def write_folder(path, write):

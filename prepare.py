@@ -362,6 +362,9 @@ def table_rows(source):
                 missing = [columns[role] for role in source.get('columns') or ('audio', 'text') if columns[role] not in header]
                 if missing:
                     stop(f"{path}:{n}: no column {', '.join(map(repr, missing))}; it has {header}: say which is which in the source's columns")
+                near = [(c, h) for c in {*columns.values()} - {*header} for h in header if isinstance(h, str) and h.strip().lower() == c]
+                if near:                    # the speaker's, say: without it every row would be a null row
+                    stop(f"{path}:{n}: column {near[0][1]!r} is not {near[0][0]!r}: rename it, or say which is which in the source's columns")
                 if len(set(header)) < len(header):
                     stop(f'{path}:{n}: a column name is there twice: {header}')
                 if kind != 'jsonl' and not headless:

@@ -70,7 +70,7 @@ eval_interval = 500             # steps; 0 = never. Also the interval of the cos
 eval_batches = 8                # of batch_size held-out rows each
 speak = ()                      # texts spoken at each evaluation, e.g. ('hello there',); () = none
 speak_temperature = 0.4
-log_interval = 10               # steps; the only time the host waits for the device
+log_interval = 10               # steps; the only time the host waits for the device. Several ranks notice a SIGTERM only then, and torchrun kills them after 30 s
 save_interval = 1000            # steps
 keep_checkpoints = 2            # older ones go once a new one is whole; 0 = keep all
 resume = True                   # False: refuse to start where checkpoints lie
@@ -125,7 +125,7 @@ def validate():
         rule(not num_queries or least >= K, f'K {K} is above the min_clips_per_speaker {least} that {data} was built with')
     except FileNotFoundError:
         rule(False, f'data: {data}/meta.json does not exist (make it with prepare.py)')
-    except (ValueError, KeyError) as e:
+    except (ValueError, KeyError, TypeError) as e:
         rule(False, f'data: {data}/meta.json is not a corpus description ({e})')
     if bad:
         if os.environ.get('RANK', '0') == '0':
@@ -168,6 +168,7 @@ if cuda:
 if ddp:
     dist.init_process_group('nccl' if cuda else 'gloo')
 warnings.filterwarnings('ignore', message='torch.distributed is disabled')     # a checkpoint of one process: so it is meant
+warnings.filterwarnings('ignore', message='FSDP2-wrapped module')               # its outputs are views, and nothing writes into them
 say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
 
@@ -687,9 +688,14 @@ codec, wandb, git = None, None, ''
 if speak and eval_interval and rank == 0:                               # now, not after hundreds of steps
     from codec import NanoCodec
     try:
+        for t in speak:
+            if not any(c.isalnum() for c in t):
+                raise ValueError(f'nothing to speak in {t!r}')
+            if len(gepard.prompt(encode_text(tokenizer, t), cfg)) + num_queries >= cfg.max_position_embeddings:
+                raise ValueError(f'{t[:60]!r} is too long for {cfg.max_position_embeddings} positions')
         codec = NanoCodec(beside(meta['codec']['id']), device=device)
     except (ValueError, OSError, ImportError) as e:
-        fail(f'{e}: --speak= speaks nothing')
+        fail(f'{e}: --speak= speaks nothing', everywhere=True)
 if rank == 0:
     try:
         git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=here).stdout.strip()
@@ -718,8 +724,7 @@ if rank == 0:
 
 def record(values):
     if rank == 0:
-        with open(metrics_path, 'a', encoding='utf-8') as f:
-            f.write(json.dumps({'step': step, **values}) + '\n')
+        gepard.append_line(metrics_path, json.dumps({'step': step, **values}))
         if wandb:
             wandb.log(values, step=step)
 
@@ -788,10 +793,13 @@ def look_around():
     r = evaluate() if len(val_rows) else {}
     record(r | look_inside())
     say(f'step {step}: ' + ', '.join(f'{k} {v:.3f}' for k, v in r.items()))
-    if speak:
-        speak_prompts()
-    if rank == 0:
-        curves()
+    try:
+        if speak:
+            speak_prompts()
+        if rank == 0:
+            curves()
+    except OSError as e:                                                # a full disk: pictures and samples are not worth the run
+        print(f'pretrain.py: {out_dir}: step {step}: samples or curves are not written ({e.strerror or e})', file=sys.stderr, flush=True)
 
 batches, bad_steps, bad_rows, pending = loader(epoch, micro), 0, 0, []
 if eval_interval and step == 0 and len(val_rows):

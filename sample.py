@@ -214,12 +214,16 @@ if stream:
         frames.put(None)
     threading.Thread(target=work, daemon=True).start()
     audio = []
-    with soundfile.SoundFile(wav_name(0), 'w', nano.sample_rate, 1, format='WAV') as f:
-        for piece in nano.stream(pieces(frames)):
-            first = first or time.time() - start
-            f.write(piece)
-            f.flush()
-            audio.append(piece)
+    try:
+        with soundfile.SoundFile(wav_name(0), 'w', nano.sample_rate, 1, format='WAV') as f:
+            for piece in nano.stream(pieces(frames)):
+                first = first or time.time() - start
+                f.write(piece)
+                f.flush()
+                audio.append(piece)
+    except (OSError, soundfile.LibsndfileError) as e:
+        print(f'sample.py: {wav_name(0)}: not written ({e})', file=sys.stderr, flush=True)
+        os._exit(2)                                             # the thread still speaks
     if isinstance(result[0], Exception):
         raise result[0]
     import numpy as np

@@ -99,7 +99,7 @@ def test_prompts(tmp_path):
     (tmp_path / 'a.jsonl').write_text('{"id": null, "text": "a", "lang": null, "category": null}')
     assert read_prompts(str(tmp_path / 'a.jsonl')) == [{'id': '1', 'text': 'a', 'category': '', 'lang': ''}]
     (tmp_path / 'a.json').write_text('[{"text": "a"}]')                     # no list of lines: it would be spoken with its brackets
-    with pytest.raises(ValueError, match='a.json:1: not a JSON object'):
+    with pytest.raises(ValueError, match='a.json: prompts are .jsonl'):
         read_prompts(str(tmp_path / 'a.json'))
 
 
@@ -214,6 +214,8 @@ def test_refusals(place, tmp_path):
             (['--max_ref_seconds=0.01', '--run_name=..'], 'max_ref_seconds must be at least 0.1, got 0.01; run_name is a folder name')):
         text = run(place, 'bad', *flags, code=2)
         assert message in text and 'Traceback' not in text, text
+    (tmp_path / 'table.csv').write_text('audio,text\na.wav,four\n')
+    assert 'table.csv: prompts are .jsonl' in run(place, 'bad', f'--prompts={tmp_path}/table.csv', code=2)
     (tmp_path / 'long.txt').write_text('four\n' + 'four ' * 500)
     assert 'long.txt: prompt 2: 503 tokens and 60 frames do not fit the model' in run(place, 'bad', f'--prompts={tmp_path}/long.txt', code=2)
     assert os.listdir(path(place, 'bad', '')) == ['lock-0']             # nothing was begun: with the right settings the name is free

@@ -242,6 +242,29 @@ def test_stress_report(heard, capsys):
     assert os.path.getsize(place / 'out' / 'round1' / 'report.png') > 1000
 
 
+def test_what_was_heard_is_of_these_rollouts(heard, capsys):
+    """Rollouts that were made anew under the same name, and damaged files, are refused by name."""
+    place, _ = heard
+    run = shutil.copytree(place / 'out' / 'round1', place / 'out' / 'stale')
+    tokens, facts = run / 'rollouts' / 'tokens.bin', run / 'facts.jsonl'
+    whole, lines = tokens.read_bytes(), facts.read_text()
+
+    def refused(message):
+        text = script(place, capsys, '--run_name=stale', code=2)
+        assert message in text and 'Traceback' not in text, text
+    tokens.write_bytes(whole[:16] + whole[:16] + whole[32:])
+    refused("stale was heard with rollouts '")
+    for part in (16, len(whole) - 3):
+        tokens.write_bytes(whole[:part])
+        refused(f'tokens.bin: {part:,} bytes, but the ')
+    tokens.write_bytes(whole)
+    for damaged in (lines[:-20], lines.split('\n', 1)[1], lines.replace('"group"', '"grope"')):
+        facts.write_text(damaged)
+        refused('facts.jsonl: damaged (')
+    facts.write_text(lines)
+    script(place, capsys, '--run_name=stale')
+
+
 def test_what_cannot_be_heard_with(place, capsys, tmp_path):
     """One line that names the setting: a Whisper file cut short or of something else, no codec, a language that Whisper does not know."""
     import torch

@@ -187,6 +187,12 @@ def test_refusals(trained):
     shifted = [p | {'chosen': p['chosen'] | {'ref_tokens': p['chosen']['ref_tokens'] + 1}} for p in content['pairs']]
     refused('at step 0 the policy differs from the reference', pairs=shifted)
     refused('has no pairs', pairs=[])
+    where = f'{place}/out/other/rollouts/tokens.bin'
+    whole = open(where, 'rb').read()
+    for part in (len(whole) // 16 // 2 * 16, len(whole) - 3):
+        open(where, 'wb').write(whole[:part])
+        refused('rollouts/tokens.bin: shorter than what pairs.json was made from')
+    open(where, 'wb').write(whole)
     json.dump({k: v for k, v in content.items() if k != 'p_floor'}, open(file, 'w'))
     assert "pairs.json has no 'p_floor': make it anew with dpo_score.py" in script('dpo_train.py', place, 'other', *FLAGS, code=2)
     refused('all 24 pairs are held out', '--hold_out=0.99999')

@@ -3,7 +3,7 @@ The model against transformers, against brute force and against itself (packed o
 
     pytest tests/test_model.py                # tests that need a GPU are skipped with a reason where there is none
 """
-import json, math, os, signal, time
+import json, math, os, resource, signal, time
 
 import numpy as np
 import pytest
@@ -612,6 +612,7 @@ BROKEN = {
     'missing key': (lambda p: rewrite_config(p, lambda j: j.pop('audio_heads')), "gepard_config.json: missing key 'audio_heads'"),
     'missing inner key': (lambda p: rewrite_config(p, lambda j: j['voice_cloning']['compressor'].pop('num_heads')), "missing key 'num_heads'"),
     'missing prefix': (lambda p: rewrite_config(p, lambda j: j.pop('voice_cloning')), 'voice_cloning is missing, but .*model.safetensors has a speaker prefix'),
+    'no prefix settings': (lambda p: rewrite_config(p, lambda j: j.update(voice_cloning=None)), 'voice_cloning is missing'),
     'heads out of order': (lambda p: rewrite_config(p, out_of_order), 'audio_heads are out of order'),
     'linear attention': (lambda p: rewrite_config(p, lambda j: j['backbone_config'].update(layer_types=['linear_attention'] * 3)), 'gepard_config.json: layer_types'),
     'prefix of another width': (lambda p: rewrite_config(p, lambda j: j['voice_cloning']['compressor'].update(d_model=32)), 'd_model 32'),
@@ -774,6 +775,8 @@ def test_tensors_of_parts_switched_off_are_passed_over(tmp_path):
     (lambda j: j['voice_cloning']['compressor'].update(num_heads=3), 'num_heads 3 does not divide'),
     (lambda j: j.update(audio_heads=[8, 7]), 'a value of the wrong kind'),
     (lambda j: j['codec'].update(num_layers=7), 'audio_heads are not codec fsq_levels'),
+    (lambda j: j.update(audio_embed_dim='8'), "audio_embed_dim is '8', not int"),
+    (lambda j: j['voice_cloning']['compressor'].update(dropout=None), 'prefix_dropout is None, not float'),
 ])
 def test_damaged_config_is_one_named_line(change, words):
     j = tiny_model().cfg.to_json('float32')
@@ -782,3 +785,17 @@ def test_damaged_config_is_one_named_line(change, words):
     with pytest.raises(ValueError) as e:
         M.config_from_json(j, 'x/gepard_config.json')
     assert str(e.value).startswith('x/gepard_config.json: ') and words in str(e.value)
+
+
+def test_a_log_on_a_full_disk(tmp_path, capsys):
+    """The line is lost, the file is whole and the run goes on."""
+    log, limits = str(tmp_path / 'metrics.jsonl'), resource.getrlimit(resource.RLIMIT_FSIZE)
+    M.append_line(log, '{"step": 1}')
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))
+    try:
+        M.append_line(log, '{"step": 2}')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert f'{log}: a line is not written (File too large)' in capsys.readouterr().err
+    M.append_line(log, '{"step": 3}')
+    assert [json.loads(line)['step'] for line in open(log)] == [1, 3]

@@ -208,6 +208,7 @@ def test_ljspeech(tmp_path, fake):
     ('a.tsv', 'audio\ttext\n0.wav\t"Hello," she said\n', 'a.tsv:2: bad quotes'),
     ('a.csv', 'audio,transcript\n0.wav,x\n', "a.csv:1: no column 'text'; it has ['audio', 'transcript']"),
     ('a.csv', '0.wav,x\n', "a.csv:1: no column 'audio', 'text'"),
+    ('a.csv', 'audio,text,Speaker\n0.wav,x,me\n', "a.csv:1: column 'Speaker' is not 'speaker'"),
     ('a.csv', 'audio,text,text\n0.wav,x,y\n', 'a.csv:1: a column name is there twice'),
     ('a.jsonl', '{"audio": "0.wav", "sentence": "x"}\n', "a.jsonl:1: no column 'text'"),
     ('a.csv', b'audio,text\n0.wav,ok\n1.wav,caf\xe9\n', 'a.csv:3: not UTF-8 (byte 0xe9), cp1252 or Latin-1?'),

@@ -213,6 +213,8 @@ def test_divergence_is_named_and_the_last_good_checkpoint_stays(ten, corpus, tmp
     (['--out_dir=/proc/nowhere'], '/proc/nowhere'),
     (['--keep_checkpoints=100000000'], 'lower keep_checkpoints'),
     (['--parallel=ddp'], "parallel is 'replicate' or 'fsdp'"),
+    (["--speak=('???',)", '--eval_interval=5'], "nothing to speak in '???'"),
+    ([f"--speak=('{'four ' * 9000}',)", '--eval_interval=5'], 'is too long for'),
 ])
 def test_refusals_are_one_line(corpus, tmp_path, flags, words):
     r = subprocess.run(command(str(tmp_path / 'run'), corpus, *flags), capture_output=True, text=True)
