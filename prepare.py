@@ -243,7 +243,8 @@ def load_clip(path, sample_rate, max_seconds, min_samples, silence_peak):
 
 def end_with_parent():
     """Initializer of a worker: when the main process is killed, end. It would wait for work for ever."""
-    import multiprocessing, threading
+    import multiprocessing, signal, threading
+    signal.signal(signal.SIGINT, signal.SIG_IGN)            # Ctrl-C is the main process's
     threading.Thread(target=lambda: (multiprocessing.parent_process().join(), os._exit(1)), daemon=True).start()
 
 # ---- tables
@@ -646,7 +647,11 @@ if __name__ == '__main__':
     from configurator import configure
     config = configure(globals())
     def disk_fault(kind, e, trace):
-        """A disk that is full or can't be read is not a bug: one line. Units that are done stay."""
+        """Ctrl-C, and a disk that is full or can't be read, are no bugs: one line. Units that are done stay."""
+        if kind is KeyboardInterrupt:
+            if 'pool' in globals():
+                pool.shutdown(cancel_futures=True)
+            stop(f'stopped; started again it goes on (in {out_dir}.building)')
         if not issubclass(kind, OSError):
             return sys.__excepthook__(kind, e, trace)
         stop(str(e) if e.filename else f'{e} (in {out_dir}.building)')

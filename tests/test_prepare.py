@@ -15,14 +15,14 @@ SCRIPT, TOKENIZER = os.path.join(ROOT, 'prepare.py'), os.path.join(ROOT, 'tests/
 FAKE = '''
 import numpy as np, os, signal
 class NanoCodec:
-    """Codes from the mean level of each frame; dies by itself in call KILL_AT."""
+    """Codes from the mean level of each frame; dies by itself in call KILL_AT, of Ctrl-C where that is negative."""
     sample_rate, hop, levels, groups, limit, calls = 22050, 1024, (8, 7, 6, 6), 8, 0, 0
     def __init__(self, name, device):
         self.id = name
     def encode(self, clips):
         NanoCodec.calls += 1
-        if str(NanoCodec.calls) == os.environ.get('KILL_AT'):
-            os.kill(os.getpid(), signal.SIGKILL)
+        if os.environ.get('KILL_AT', '').lstrip('-') == str(NanoCodec.calls):
+            os.kill(os.getpid(), signal.SIGINT if os.environ['KILL_AT'] < '0' else signal.SIGKILL)
         pad = [np.pad(c, (0, -len(c) % 1024)).reshape(-1, 1024) for c in clips]
         return [((np.abs(p).mean(1, keepdims=True) * 9000 + 7 * np.arange(8)) % 2016).astype(np.uint16) for p in pad]
     def decode(self, codes):
@@ -488,9 +488,10 @@ def test_same_bytes_in_any_way_it_is_run(tmp_path, fake):
     # in a process of its own, as a user runs it, with workers; killed in the midst of it, twice, and run again
     flags = [f'--out_dir={tmp_path}/three', f'--sources={(source,)!r}', '--codec=fake', '--device=cpu', f'--tokenizer={TOKENIZER}', '--special_tokens={}', '--picture=False', '--check_rows=0', '--unit_rows=4', '--num_workers=2']
     script, done = script_with_fake_codec(tmp_path / 'bin'), []
-    for kill_at in ('3', '4', ''):
+    for kill_at in ('3', '-4', ''):
         run = subprocess.run([sys.executable, script, *flags], env={**os.environ, 'KILL_AT': kill_at}, capture_output=True, text=True, timeout=60)
-        assert run.returncode == (-signal.SIGKILL if kill_at else 0), run.stderr
+        assert run.returncode == {'3': -signal.SIGKILL, '-4': 2, '': 0}[kill_at], run.stderr
+        assert kill_at != '-4' or run.stderr == f'prepare.py: stopped; started again it goes on (in {tmp_path}/three.building)\n'
         if kill_at:
             assert not os.path.exists(tmp_path / 'three')
             done.append(sum(f.startswith('unit-') and f.endswith('.npz') for f in os.listdir(tmp_path / 'three.building')))
