@@ -13,7 +13,7 @@ if 'prompts' in globals():          # dpo_sample.py
     voices = ('data/proof_corpus',)         # a clip of each speaker
     speakers_per_text = 8
     rollouts = 4
-    cfg_scale = 1.0                         # guided pairs (1.5) are fewer, and taught less in both runs that tried them: docs/proof.md
+    cfg_scale = 1.0                         # guided pairs (1.5) are fewer, and taught less in the three runs that tried both: docs/proof.md
     compile = False                         # seconds of work are not worth a minute of compiling
 if 'asr' in globals():              # dpo_score.py
     asr = '.cache/whisper-base.pt'  # assets/tiny/measure.py makes it
