@@ -74,8 +74,8 @@ def assign(prompt_id, voices, speakers_per_text, null_share, seed):
 def read_prompts(path):
     """[{id, text, category, lang}] of a .jsonl or text file. ValueError names the line."""
     out, seen = [], {}
-    if path.endswith(('.csv', '.tsv', '.parquet', '.json')):
-        raise ValueError(f'{path}: prompts are .jsonl (objects with a text) or a text file with a prompt a line')
+    if path.lower().endswith(('.csv', '.tsv', '.parquet', '.json')):
+        raise ValueError(f'{path}: prompts are .jsonl (an object with a text a line) or a text file with a prompt a line')
     try:
         lines = open(path, encoding='utf-8-sig').read().split('\n')
     except (OSError, UnicodeDecodeError) as e:

@@ -331,6 +331,8 @@ if __name__ == '__main__':
         fail(f'{e}: pip install -r requirements.txt')
     except (OSError, ValueError) as e:
         fail(e)
+    except (KeyError, TypeError) as e:
+        fail(f"{inside('rollouts', 'index.jsonl')}: damaged ({e!r})")
     named = {g['group']: g for g in index}
     for g in index:
         g['starts'] = np.cumsum([g['start'], *g['frames']]).tolist()
@@ -354,9 +356,12 @@ if __name__ == '__main__':
         return found
 
     # the rollouts too: made anew under the same name, they are not what was heard
-    heard_with = {k: config[k] for k in HEARD} | {'rollouts': hashlib.sha256(open(inside('rollouts', 'index.jsonl'), 'rb').read() + tokens.tobytes()).hexdigest()[:16]}
+    spoken = hashlib.sha256(open(inside('rollouts', 'index.jsonl'), 'rb').read())
+    spoken.update(tokens)
+    heard_with = {k: config[k] for k in HEARD} | {'rollouts': spoken.hexdigest()[:16]}
     if rank == 0:
         before = M.read_json(inside('heard.json')) if os.path.exists(inside('heard.json')) else heard_with
+        before.setdefault('rollouts', heard_with['rollouts'])           # heard before this was kept
         changed = [f'{k} {before.get(k)!r}, now {v!r}' for k, v in heard_with.items() if before.get(k) != v]
         if changed and not rehear:
             fail(f"{run} was heard with {'; '.join(changed)}: --rehear hears everything again")

@@ -147,6 +147,8 @@ except KeyError as e:
     fail(f'{run}/pairs.json has no {e}: make it anew with dpo_score.py')
 except (OSError, ValueError) as e:
     fail(e)
+except TypeError as e:
+    fail(f'{run}/pairs.json: damaged ({e}): make it anew with dpo_score.py')
 if base_hash != content['policy_hash']:
     fail(f'{base} is not the policy that made the pairs: its weights differ from those of {content["policy"]}')
 for key in ('special_tokens', 'text_repetition', 'codec'):

@@ -127,6 +127,14 @@ def backbone_fields(cfg, where):
     return {k: cfg[k] for k in keys} | {k: rope.get(k, cfg.get(k)) for k in ('rope_theta', 'partial_rotary_factor')}
 
 
+def check_kinds(cfg, where):
+    """ValueError where a number of a Config is none."""
+    keys = {'prefix_layers': 'num_layers', 'prefix_heads': 'num_heads', 'prefix_ffn': 'ffn_hidden_size_multiplier', 'prefix_dropout': 'dropout', 'null_prob': 'cfg_dropout_prob'}
+    for f in fields(cfg):
+        if f.type in (int, float) and type(v := getattr(cfg, f.name)) not in (int, f.type):
+            raise ValueError(f'{where}: {keys.get(f.name, f.name)} is {v!r}, not {f.type.__name__}')
+
+
 def config_from_json(j, where='gepard_config.json'):
     """Config from the published layout. Raises ValueError naming the file and key."""
     try:
@@ -141,6 +149,7 @@ def config_from_json(j, where='gepard_config.json'):
             audio_embed_dim=j['audio_embed_dim'], stop_loss_weight=j['stop_loss_weight'],
             stop_pos_weight=j['stop_pos_weight'], num_queries=c['num_queries'] if vc['enabled'] else 0,
             special_tokens=j['special_tokens'], codec=j['codec'], text_repetition=j['text_repetition'])
+        check_kinds(cfg, where)
         if vc['enabled']:
             if c.get('d_model', cfg.hidden_size) != cfg.hidden_size:
                 raise ValueError(f"{where}: compressor d_model {c['d_model']} is not the backbone's {cfg.hidden_size}")
@@ -150,11 +159,9 @@ def config_from_json(j, where='gepard_config.json'):
         projected = bool(vc['enabled'] and sup['enabled'] and sup['use_projection'])
         cfg.supcon_hidden = sup['projection_hidden_dim'] if projected else 0
         cfg.supcon_dim = (sup['projection_dim'] if projected else cfg.hidden_size) if sup['enabled'] else 0
-        if cfg.num_queries and cfg.hidden_size % cfg.prefix_heads:
+        check_kinds(cfg, where)
+        if cfg.num_queries and (cfg.prefix_heads < 1 or cfg.hidden_size % cfg.prefix_heads):
             raise ValueError(f'{where}: compressor num_heads {cfg.prefix_heads} does not divide d_model {cfg.hidden_size}')
-        for f in fields(cfg):
-            if f.type in (int, float) and type(v := getattr(cfg, f.name)) not in (int, f.type):
-                raise ValueError(f'{where}: {f.name} is {v!r}, not {f.type.__name__}')
         # what is used later, not here: named now
         [cfg.codec[k] for k in ('codec_id', 'sample_rate')], repeats(1, cfg.text_repetition)
         if list(cfg.codec['fsq_levels']) * cfg.codec['num_layers'] != cfg.levels:
@@ -1168,9 +1175,11 @@ def append_line(path, line):
         with open(path, 'a', encoding='utf-8') as f:
             f.write(line + '\n')
     except OSError as e:
-        if os.path.exists(path):
+        print(f'{path}: a line is not written ({e.strerror or e})', file=sys.stderr, flush=True)
+        try:
             os.truncate(path, size)
-        print(f'{path}: a line is not written ({e.strerror})', file=sys.stderr, flush=True)
+        except OSError:                     # it is not there, or nothing can be written at all
+            pass
 
 
 def write_folder(path, write):

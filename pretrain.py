@@ -78,7 +78,7 @@ wandb_project = ''              # '' = off
 # system
 device = 'auto'                 # 'auto' = cuda where there is one
 dtype = 'auto'                  # compute: 'auto' = bfloat16 where the GPU or CPU multiplies it in hardware, else float32; masters are always float32
-parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit: a quarter to a third slower (docs/speed.md)
+parallel = 'replicate'          # several ranks: 'replicate' the model (DDP), or 'fsdp' = shards of it (FSDP2), for models that do not fit: some 30% slower (docs/speed.md)
 recompute = False               # layers run twice instead of keeping their insides: less memory, more time
 compile = True                  # torch.compile by layer, on a GPU only; half a minute or more at the start
 peak_tflops = 989.0             # of one GPU, for MFU: dense bfloat16 of an H100 or H200
@@ -695,7 +695,7 @@ if speak and eval_interval and rank == 0:                               # now, n
                 raise ValueError(f'{t[:60]!r} is too long for {cfg.max_position_embeddings} positions')
         codec = NanoCodec(beside(meta['codec']['id']), device=device)
     except (ValueError, OSError, ImportError) as e:
-        fail(f'{e}: --speak= speaks nothing', everywhere=True)
+        fail(f'{e}: --speak= speaks nothing')
 if rank == 0:
     try:
         git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=here).stdout.strip()
@@ -882,10 +882,9 @@ while step < total_steps:
         if not eta_known:                                               # half a million objects that stay: looking them all through again would stop every rank, for 0.4 s
             gc.collect()
             gc.freeze()
-            atexit.register(gc.unfreeze)
+            atexit.register(gc.unfreeze)                                # else Triton's bindings call them leaks
+            eta_known, start_time, start_step = True, time.time(), step # compiling is not to be foretold a second time
         clock, clock_step, audio_frames, tokens, waited, flops = time.time(), step, 0, 0, 0.0, 0
-        if not eta_known:                                               # compiling is not to be foretold a second time
-            eta_known, start_time, start_step = True, clock, step
     pause = time.time()
     if step % save_interval == 0 or step == total_steps or stop_now:
         settle()

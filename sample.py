@@ -24,7 +24,7 @@ max_seconds = 14.0              # of speech; a text cut here is named
 temperature = 0.4               # 0 = arg-max
 top_k = 0                       # 0 = off
 stop_threshold = 0.5            # on the stop probability
-cfg_scale = 1.0                 # text guidance; 1.0 = off, 3.0 is what preference training samples with
+cfg_scale = 1.0                 # text guidance; 1.0 = off, 3.0 is the default of dpo_sample.py
 cfg_frames = 20                 # guided frames at the onset; 0 = all
 repetition_penalty = 1.0        # 1.0 = off
 seed = 0
@@ -222,7 +222,8 @@ if stream:
                 f.flush()
                 audio.append(piece)
     except (OSError, soundfile.LibsndfileError) as e:
-        print(f'sample.py: {wav_name(0)}: not written ({e})', file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        print(f'sample.py: {wav_name(0)}: not written to its end ({e})', file=sys.stderr, flush=True)
         os._exit(2)                                             # the thread still speaks
     if isinstance(result[0], Exception):
         raise result[0]

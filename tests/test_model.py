@@ -776,7 +776,10 @@ def test_tensors_of_parts_switched_off_are_passed_over(tmp_path):
     (lambda j: j.update(audio_heads=[8, 7]), 'a value of the wrong kind'),
     (lambda j: j['codec'].update(num_layers=7), 'audio_heads are not codec fsq_levels'),
     (lambda j: j.update(audio_embed_dim='8'), "audio_embed_dim is '8', not int"),
-    (lambda j: j['voice_cloning']['compressor'].update(dropout=None), 'prefix_dropout is None, not float'),
+    (lambda j: j['voice_cloning']['compressor'].update(num_heads='8'), "num_heads is '8', not int"),
+    (lambda j: j['voice_cloning']['compressor'].update(num_heads=0), 'num_heads 0 does not divide'),
+    (lambda j: j['backbone_config'].update(hidden_size=None), 'hidden_size is None, not int'),
+    (lambda j: j['voice_cloning']['compressor'].update(dropout=None), 'dropout is None, not float'),
 ])
 def test_damaged_config_is_one_named_line(change, words):
     j = tiny_model().cfg.to_json('float32')

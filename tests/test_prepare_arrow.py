@@ -184,6 +184,7 @@ def test_rows_to_hear_want_a_codec_at_the_start(tmp_path, fake, monkeypatch):
     (lambda c: c.update(encoded_len=list('abcde')), 'column encoded_len is string, wanted ints'), (lambda c: c.update(encoded_len=[[1]] * 5), 'wanted ints'),
     (lambda c: c.pop('nano_layer_8'), 'has 7 token columns'), (lambda c: c.update(nano_layer_9=c['nano_layer_1']), 'has 9 token columns'),
     (lambda c: c.update(nano_layer_2=[[0.5]] * 5), "column nano_layer_2 is list<"), (lambda c: c.update(nano_layer_2=[1] * 5), 'wanted a list of ints'),
+    (lambda c: c.update(Speaker=c.pop('speaker', ['x'] * 5)), "column 'Speaker' is not 'speaker'"),
     (lambda c: c.pop('text'), "no column 'text'"), (lambda c: [c.pop(k) for k in LAYERS], "no column 'audio'")))
 def test_another_codecs_columns_are_an_error(tmp_path, fake, change, said):
     columns, _ = tokens(5)

@@ -69,7 +69,7 @@ if __name__ == '__main__':
         sys.exit(f'report.py: {e.filename} not found: run assets/proof/make_speech.py')
     there = {n: label for n, label in NAMES.items() if all(os.path.exists(os.path.join(runs, f'test_{n}', *x)) for x in (['report.json'], ['scores.jsonl'], ['rollouts', 'index.jsonl'], ['rollouts', 'tokens.bin']))}
     missing = [label for n, label in NAMES.items() if n not in there]
-    print(f"runs: {', '.join(there.values()) or 'none'}; not there: {'; '.join(missing) or 'none'}", flush=True)
+    print(f"runs: {'; '.join(there.values()) or 'none'}. Not there: {'; '.join(missing) or 'none'}", flush=True)
 
     import matplotlib, soundfile, soxr, torch
     matplotlib.use('Agg')
