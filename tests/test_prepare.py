@@ -22,6 +22,7 @@ class NanoCodec:
     def encode(self, clips):
         NanoCodec.calls += 1
         if os.environ.get('KILL_AT', '').lstrip('-') == str(NanoCodec.calls):
+            signal.signal(signal.SIGINT, signal.default_int_handler)        # a shell's background job ignores it
             os.kill(os.getpid(), signal.SIGINT if os.environ['KILL_AT'] < '0' else signal.SIGKILL)
         pad = [np.pad(c, (0, -len(c) % 1024)).reshape(-1, 1024) for c in clips]
         return [((np.abs(p).mean(1, keepdims=True) * 9000 + 7 * np.arange(8)) % 2016).astype(np.uint16) for p in pad]
