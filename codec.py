@@ -184,7 +184,7 @@ class NanoCodec:
         self.context                                                                 # measured now; a decoder that hears the future is refused
         if self.device.type != 'cuda': return
         with torch.cuda.device(self.device):
-            side, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            side, pool = torch.cuda.Stream(priority=-1), torch.cuda.graph_pool_handle()      # kernels keep it: ahead of a model that speaks on
             for shape in sorted(set(shapes), key=math.prod, reverse=True):           # the others fit into the memory of the largest
                 codes = torch.zeros(*shape, self.groups * len(self.levels), dtype=torch.int64, device=self.device)
                 side.wait_stream(torch.cuda.current_stream())

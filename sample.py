@@ -171,7 +171,8 @@ if engine == 'torch' and cfg.num_queries and prefix != 'none':
 settings = dict(temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale, cfg_frames=cfg_frames, repetition_penalty=repetition_penalty)
 if engine == 'vllm':
     start = time.time()
-    decoder = vllm_gepard.Engine(folder, len(prompts), max(map(len, prompts)) + cfg.num_queries + max_frames, str(compute).removeprefix('torch.'), temperature, stop_threshold)
+    decoder = vllm_gepard.Engine(folder, len(prompts), max(map(len, prompts)) + cfg.num_queries + max_frames, str(compute).removeprefix('torch.'), temperature, stop_threshold,
+                                 frames=9 if stream else 4)                    # in a step of the engine: with the prompt's one, the first ten soon
     jobs = [(p, False if prefix == 'none' else voice, seed + n, max_frames) for n, p in enumerate(prompts)]
     speak = lambda on_frame=None: [r for _, r in sorted(decoder.run(jobs, on_frame), key=lambda done: done[0])]
     list(decoder.run([(*job[:3], min(4, max_frames)) for job in jobs]))     # what a first call must set up
@@ -201,6 +202,8 @@ def pieces(frames):
 
 if stream:
     size = min(stream_frames, max_frames)
+    if device.startswith('cuda'):
+        torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))       # of this thread, which decodes: not behind frames that are yet to be made
     nano.record([(1, size), (1, nano.context + size)])          # also measures how far the codec hears: before the clock, as loading is
 start, first = time.time(), None
 if stream:

@@ -61,7 +61,7 @@ def settings(name, slots, length, dtype='bfloat16', frames=4, **more):
     (cfg, folder), exact = read_config(name), dtype == 'float32'
     os.environ |= {'TRITON_F32_DEFAULT': 'ieee'} if exact else {}                       # Triton multiplies float32 as tf32 otherwise
     token = 2 * cfg.num_hidden_layers * cfg.num_key_value_heads * cfg.head_dim * (4 if exact else 2)
-    sizes = [frames * n for n in sorted({slots, *(2 ** i for i in range(slots.bit_length()))})]
+    sizes = [frames * n for n in sorted({slots, *(2 ** i for i in range(max(slots, 64).bit_length()))})]     # also of prompts, hence 64
     return dict(
         model=folder, hf_overrides={'architectures': [GepardForCausalLM.__name__]}, skip_tokenizer_init=True, load_format='safetensors', generation_config='vllm', dtype=dtype,
         max_model_len=length, max_num_seqs=slots, max_num_batched_tokens=max(8192, length, sizes[-1]), max_logprobs=len(cfg.levels) + 1,

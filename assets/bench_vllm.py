@@ -9,22 +9,24 @@ equal: 16 requests at once in float32, greedy and drawn, with prefixes and witho
 preempt: the same with a key-value cache too small for them. bf16: where frames differ, by how little. leak: 10,000 requests in a row, some
 aborted: memory. These four run side by side. table: all streams begin at once; first audio is the tenth frame (or its audio), RTF a stream's
 time by its length; streams under 2 s are left out of both; the last column is from a second run, of 400 frames each, while all of them speak.
-engines: several on this GPU. Each part is a process of its own, and what takes longer than `limit` is ended and said.
+engines: several on this GPU. one: a single stream, its engine and its codec in one process. Each part is a process of its own, and what takes longer than `limit` is ended and said.
 """
-import asyncio, json, os, subprocess, sys, time
+import asyncio, json, os, queue, subprocess, sys, threading, time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)
 
 # -----------------------------------------------------------------------------
-parts = ('equal', 'preempt', 'bf16', 'leak', 'table', 'engines', 'torch')
+parts = ('equal', 'preempt', 'bf16', 'leak', 'table', 'engines', 'torch', 'one')
 layers = 14
 vocab = 248320
 streams = (1, 32, 128, 256, 512)
 engines = 4                     # on this GPU, of
 engine_streams = 128            # streams each
 frames = 4                      # of a request in a step of the engine
+one_frames = 9                  # in one
 requests = 10000                # of leak
 codec = ''                      # a codec file of NanoCodec's size (measure_encode.py leaves one in its folder); '' = frames alone
+codec_device = 'cuda'           # 'cuda:1' = beside the engine, on another GPU
 first_frames = 10               # first audio: so many frames are decoded at once
 piece_frames = 43               # and then so many
 first_rows = (1, 8, 64)         # streams at once in a decode of first frames, at most the last; the codec's CUDA graphs are recorded for these
@@ -51,7 +53,7 @@ from codec import NanoCodec, fold
 RATE = 22050 / 1024
 FOLDER = f'{out}/{layers}-{vocab}'
 SIDE, CONTROL = (f'ipc:///tmp/bench_vllm.{kind}.{number}' for kind in ('side', 'control'))
-if part in ('equal', 'preempt', 'bf16', 'leak', 'table', 'rate'):
+if part in ('equal', 'preempt', 'bf16', 'leak', 'table', 'rate', 'one'):
     V.register()                                                                    # at the top: an engine's process that is spawned comes by here too
 CLIPS = [np.random.default_rng(i).integers(0, 2016, (65 + 40 * i, 8)).astype(np.uint16) for i in range(7)] + [None]      # None: the null prefix
 say = lambda *a: print(f'{part}{number or ""}:', *a, flush=True)
@@ -178,7 +180,7 @@ def listen():
     frames.set_hwm(0)
     frames.bind(SIDE)
     control.bind(CONTROL)
-    nano = codec and NanoCodec(codec, 'cuda')
+    nano = codec and NanoCodec(codec, codec_device)
     if nano:
         nano.record([(n, first_frames) for n in first_rows] + [(n, nano.context + piece_frames) for n in piece_rows])
     runs, asked, poller = {}, False, zmq.Poller()
@@ -190,7 +192,7 @@ def listen():
         codes = np.zeros((len(group), max(end - past for _, past, end in group), 32), np.uint8)
         for row, (r, past, end) in zip(codes, group):
             row[:end - past] = r['codes'][past:end]
-        nano._decode(torch.from_numpy(codes).cuda().long()).cpu()                   # of a row, (done - past) * hop to (end - past) * hop is new
+        nano._decode(torch.from_numpy(codes).to(codec_device).long()).cpu()       # of a row, (done - past) * hop to (end - past) * hop is new
         now = time.perf_counter()
         for r, _, end in group:
             r['done'] = end
@@ -307,6 +309,44 @@ def table(sizes, lengths_of=(None, 400)):
         process.kill()
 
 
+def one():
+    """A single stream, its frames and their audio in one process, as sample.py --engine=vllm --stream=true has them: the codec in the main thread."""
+    engine = V.Engine(FOLDER, 1, 640, temperature=0.8, stop_threshold=1.0, frames=one_frames)
+    nano = NanoCodec(codec, codec_device)
+    torch.cuda.set_stream(torch.cuda.Stream(codec_device, priority=-1))
+    nano.record([(1, first_frames), (1, nano.context + piece_frames)])
+
+    def pieces(spoken):
+        stack, size = [], first_frames
+        for codes in iter(spoken.get, None):
+            stack.append(codes)
+            if len(stack) == size:
+                yield torch.stack(stack)
+                stack, size = [], piece_frames
+        if stack:
+            yield torch.stack(stack)
+
+    def speak(job):
+        spoken, frames_at, audio_at, start = queue.Queue(), [], [], time.perf_counter()
+
+        def work():
+            for _ in engine.run([job], lambda step, codes, _: (frames_at.append(time.perf_counter()), spoken.put(codes[0]))):
+                pass
+            spoken.put(None)
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        for _ in nano.stream(pieces(spoken)):
+            audio_at.append(time.perf_counter())
+        thread.join()
+        return start, [frames_at[min(first_frames, job[3]) - 1], frames_at[-1], audio_at[0], audio_at[-1]]
+    jobs = jobs_of(60, engine.cfg)
+    for job in jobs[:10]:
+        speak(job)
+    begun, report = zip(*(speak(job) for job in jobs))
+    together = sum(job[3] - first_frames for job in jobs if job[3] > first_frames) / sum(r[1] - r[0] for r in report)
+    row('vLLM and codec in one process', 1, dict(enumerate(begun)), dict(enumerate(report)), {i: job[3] for i, job in enumerate(jobs)}, together)
+
+
 def torch_table():
     """The same bursts through model.Decoder; a frame counts once it is on the host."""
     import zmq
@@ -353,7 +393,7 @@ if __name__ == '__main__':
     if not torch.cuda.is_available():
         sys.exit('bench_vllm.py: needs a GPU, and vLLM: docs/serving.md')
     todo = {'make': make, 'equal': lambda: right('float32'), 'preempt': lambda: right('float32', num_gpu_blocks_override=40), 'bf16': lambda: right('bfloat16'), 'leak': leak,
-            'listen': listen, 'table': lambda: table(streams), 'rate': lambda: table((engine_streams,)), 'torch': torch_table}
+            'listen': listen, 'table': lambda: table(streams), 'rate': lambda: table((engine_streams,)), 'torch': torch_table, 'one': one}
     if part:
         todo[part]()
         sys.stdout.flush()
@@ -379,7 +419,9 @@ if __name__ == '__main__':
     wait([start(name) for name in parts if name in ('equal', 'preempt', 'bf16', 'leak')])
     print('| | streams | first audio, p50/p90/p99 | RTF, p50/p90/p99 | s of audio a second, whole burst | while all speak |\n|---|---|---|---|---|---|', flush=True)
     for name in parts:
-        if name in ('table', 'torch'):
+        if name == 'one' and not codec:
+            print('one: needs --codec')
+        elif name in ('table', 'torch', 'one'):
             wait([start(name)])
         elif name == 'engines':
             for old in os.listdir(out):

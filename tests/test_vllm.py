@@ -470,7 +470,7 @@ else:
         assert j['model_type'] == 'qwen3_5_text' and j['partial_rotary_factor'] == j['rope_parameters']['partial_rotary_factor'] == 1.0
         assert j['layer_types'] == ['full_attention'] * 3 and j['tie_word_embeddings'] and j['dtype'] == 'float32'
         s = V.settings(str(tmp_path / 'c'), slots=12, length=100, dtype='float32', max_model_len=90)
-        assert s['hf_overrides'] == {'architectures': ['GepardForCausalLM']} and s['compilation_config']['cudagraph_capture_sizes'] == [4, 8, 16, 32, 48]
+        assert s['hf_overrides'] == {'architectures': ['GepardForCausalLM']} and s['compilation_config']['cudagraph_capture_sizes'] == [4, 8, 16, 32, 48, 64, 128, 256]
         assert s['diffusion_config'] == {'canvas_length': 3} and V.settings(str(tmp_path / 'c'), 12, 100, frames=1)['diffusion_config'] is None
         assert s['kv_cache_memory_bytes'] >= 12 * 100 * 2 * 3 * 2 * 32 * 4 and s['attention_backend'] == 'TRITON_ATTN' and V.settings(str(tmp_path / 'c'), 1, 50)['attention_backend'] == 'FLASH_ATTN' and s['max_model_len'] == 90
         assert s['enable_prefix_caching'] is False and os.environ['TRITON_F32_DEFAULT'] == 'ieee'

@@ -25,7 +25,7 @@ samples = False                 # True: clips of the last stage that is there in
 SMALL = ' of 15 million parameters'
 NAMES = {'base': 'base', 'sft': 'SFT', 'sft_cfg': 'SFT + guidance', 'dpo1': 'DPO 1', 'dpo2': 'DPO 2', 'plain': 'SFT without repetition', 'dpo1_cfg': 'DPO 1, guided pairs', 'dpo2_cfg': 'DPO 2, guided pairs',
          'nosupcon': 'base without SupCon', 'all': 'base on texts of all lengths', 'all_sft': 'SFT of that', 'small_sft': 'SFT' + SMALL, 'small_sft_cfg': f'SFT{SMALL} + guidance',
-         'small_dpo1': 'DPO 1' + SMALL, 'small_dpo1_cfg': f'DPO 1{SMALL}, guided pairs', 'small_dpo2_cfg': f'DPO 2{SMALL}, guided pairs'}
+         'small_dpo1': 'DPO 1' + SMALL, 'small_dpo2': 'DPO 2' + SMALL, 'small_dpo1_cfg': f'DPO 1{SMALL}, guided pairs', 'small_dpo2_cfg': f'DPO 2{SMALL}, guided pairs'}
 STAGES = ('base', 'SFT', 'SFT + guidance', 'DPO 1', 'DPO 2')        # of these the picture
 BUCKETS = ('known', '1', '2-3', '4-7', '8-14', '15-30')
 ALONE = {'all': ('known', '1'), 'said alone in the corpus': ('known',), 'within sentences only': ('1',)}      # single words
