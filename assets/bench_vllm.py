@@ -9,7 +9,8 @@ equal: 16 requests at once in float32, greedy and drawn, with prefixes and witho
 preempt: the same with a key-value cache too small for them. bf16: where frames differ, by how little. leak: 10,000 requests in a row, some
 aborted: memory. These four run side by side. table: all streams begin at once; first audio is the tenth frame (or its audio), RTF a stream's
 time by its length; streams under 2 s are left out of both; the last column is from a second run, of 400 frames each, while all of them speak.
-engines: several on this GPU. one: a single stream, its engine and its codec in one process. Each part is a process of its own, and what takes longer than `limit` is ended and said.
+engines: several on this GPU. one: a single stream, its engine and its codec in one process (its last column is of the same texts, after their first ten
+frames). Each part is a process of its own, and what takes longer than `limit` is ended and said.
 """
 import asyncio, json, os, queue, subprocess, sys, threading, time
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
