@@ -31,7 +31,7 @@ def fold(codes, levels=LEVELS):
     return sum(codes[..., d] * math.prod(levels[:d]) for d in range(len(levels)))
 
 def dequantize(codes, levels=LEVELS):
-    """Codes [..., channels] -> float32 values (code - L // 2) / (L // 2), what the decoder reads: -1 to 1, or a little less above 0."""
+    """Codes [..., channels] -> float32 values (code - L // 2) / (L // 2), what the decoder reads: -1 to 1, where L is even to 1 - 2 / L."""
     codes = codes.unflatten(-1, (-1, len(levels)))
     return torch.stack([(codes[..., d] - n // 2).float() / (n // 2) for d, n in enumerate(levels)], -1).flatten(-2)
 

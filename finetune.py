@@ -111,12 +111,13 @@ if __name__ == '__main__':
     rule(set(freeze) != set(GROUPS), 'freeze leaves nothing to train')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
+    rule(all(type(p) is str for p in val_corpora.values()), f'val_corpora: folders by name, got {val_corpora!r}')
     rule('val' not in val_corpora, "val_corpora: 'val' is the name of data's own held-out rows; choose another")
     for key, v in text_repetition.items():
         good = type(v) is bool if key == 'enabled' else type(v) in (int, float) and 0 <= v <= 1 if key == 'mixed_keep_prob' else type(v) is int and v > 0
         rule(good and key in REPETITION, f"text_repetition: {key!r} {v!r}: it takes {', '.join(f'{k} ({what})' for k, what in REPETITION.items())}")
     if bad:
-        if os.environ.get('RANK', '0') == '0':
+        if os.environ.get('LOCAL_RANK', '0') == '0':        # of each node: the other's files may be missing
             print('finetune.py: ' + '; '.join(bad), file=sys.stderr)
         sys.exit(2)
 
@@ -151,7 +152,7 @@ if __name__ == '__main__':
     say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
     def fail(message, everywhere=False):
-        if rank == 0 or everywhere:
+        if local_rank == 0 or everywhere:       # of each node: what is wrong may be wrong on one
             print('finetune.py: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
         if ddp and everywhere:
             os._exit(2)                         # other ranks wait in a collective: torchrun ends them when this one is gone
@@ -190,8 +191,10 @@ if __name__ == '__main__':
             metadata = gepard.read_json(os.path.join(newest, 'training_metadata.json'))
             base, before, measured = metadata['parent'], metadata['config'], metadata['evaluation']
             parent_kind = metadata.get('parent_kind')
+            moved = not full and parent_kind == 'folder' and not os.path.isdir(base)
+            base = (gepard.latest_checkpoint(ckpt) or ckpt) if moved else base      # load_adapter knows it by its hash
             for key in [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]:
-                if key in FIXED:
+                if key in FIXED and not (moved and key == 'ckpt'):
                     raise ValueError(f'{newest} was made with {key} {before[key]!r}, now it is {config[key]!r}: choose another out_dir')
                 say(f'  {key} was {before[key]!r}, is {config[key]!r}')
             try:
@@ -207,9 +210,11 @@ if __name__ == '__main__':
         model, folder = gepard.load_checkpoint(newest if newest and full else base)
         told = os.path.join(folder, 'training_metadata.json')
         before = gepard.read_json(told) if os.path.exists(told) else {}
-        hash_of = lambda stage: stage.get('corpus', {}).get('codec_hash')
-        codec_hash = next(filter(None, map(hash_of, (before, *reversed(before.get('history', []))))), None)       # of the newest stage that knows it
+        hash_of, hop_of = (lambda stage: stage.get('corpus', {}).get('codec_hash')), (lambda stage: stage.get('corpus', {}).get('hop'))
+        codec_hash, hop = (next(filter(None, map(of, (before, *reversed(before.get('history', []))))), None) for of in (hash_of, hop_of))       # of the newest stage that knows it
         cfg = model.cfg
+        if unset := [k for k in REPETITION if k not in cfg.text_repetition | text_repetition]:
+            raise ValueError(f"{base}: its text_repetition has no {', '.join(unset)}: give them in --text_repetition")
         plain, cfg.text_repetition = cfg.text_repetition, cfg.text_repetition | text_repetition
         if full:
             for name, p in model.named_parameters():
@@ -234,7 +239,7 @@ if __name__ == '__main__':
             m, special = c.meta, {k: v for k, v in cfg.special_tokens.items() if k != 'tokeniser_length'}
             differ = [f'{what} {has!r}, the base {base} has {want!r}' for what, has, want in (
                 ('codec', m['codec']['id'], codec or cfg.codec['codec_id']), ('codec sample_rate', m['codec']['sample_rate'], cfg.codec['sample_rate']),
-                ('codec hash', of_file(c), of_file(c) and codec_hash or of_file(c)),    # two files of one name; unknown on one side: no word
+                ('codec hop', m['codec']['hop'], hop or m['codec']['hop']), ('codec hash', of_file(c), of_file(c) and codec_hash or of_file(c)),    # two files of one name; unknown on one side: no word
                 ('codec levels', list(m['codec']['levels']) * m['codec']['groups'], cfg.levels),
                 ('tokenizer hash', m['tokenizer']['hash'], sha256_of(tokenizer_file)), ('special_tokens', m['special_tokens'], special)) if has != want]
             if differ:
@@ -328,7 +333,8 @@ if __name__ == '__main__':
              'lower gradient_accumulation or batch_size')
     for c in (corpus, *others.values()):
         laid_out = np.array([gepard.repeats(n, repetition) * (n + 2) + 1 for n in range(c.rows['text_len'].max() + 1)])     # of a text of n
-        longest = (laid_out[c.rows['text_len']] + c.rows['frame_len']).max() + cfg.num_queries
+        used = (c.rows['text_len'] <= max_text_tokens) | (c.rows['split'] > 0) if c is corpus else slice(None)
+        longest = (laid_out[c.rows['text_len']] + c.rows['frame_len'])[used].max(initial=0) + cfg.num_queries
         if longest > cfg.max_position_embeddings:
             fail(f'{c.path} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
     trained = [n for n, p in model.named_parameters() if p.requires_grad]
@@ -367,7 +373,7 @@ if __name__ == '__main__':
         say(f'resumed {newest}: step {step}, epoch {epoch}, row {done} of it')
     say(f"inherited from {base}: codec {cfg.codec['codec_id']}, tokenizer of {tokenizer.get_vocab_size()} ids, special tokens, text layout"
         + (f', null prefix in {cfg.null_prob:.0%} of the rows' if cfg.num_queries else ''))
-    overridden = [f'text_repetition {k} {plain[k]!r} -> {v!r}' for k, v in text_repetition.items() if plain[k] != v]
+    overridden = [f'text_repetition {k} {plain.get(k)!r} -> {v!r}' for k, v in text_repetition.items() if plain.get(k) != v]
     say('overridden: ' + (', '.join(overridden + [f'codec, here named {codec}'] * bool(codec)) or 'nothing'))
     short = int((rows['text_len'][order] < repetition['apply_below']).sum())
     say(f"corpus {data}: {len(train_rows):,} training rows, of which an epoch takes {len(order):,}: {short:,} below {repetition['apply_below']} text tokens, "
@@ -410,20 +416,24 @@ if __name__ == '__main__':
         moments = {n: {k: whole(v) for k, v in optimizer.state[p].items()} for n, p in params.items() if p in optimizer.state}
         if rank == 0:
             metadata = {'stage': 'finetune', 'step': step, 'parent': base, 'config': config, 'evaluation': measured, 'git': git, **({'parent_kind': parent_kind} if parent_kind else {}),
-                        'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta} | {'codec_hash': of_file(corpus)},
+                        'corpus': {k: corpus.meta[k] for k in ('sources', 'languages', 'rows', 'frames') if k in corpus.meta} | {'codec_hash': of_file(corpus), 'hop': corpus.meta['codec']['hop']},
                         'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}}
 
             def extra(folder):
                 torch.save({'optimizer': moments, 'step': step, 'epoch': epoch, 'rows': done}, os.path.join(folder, 'resume.pt'))
                 if not full:
                     gepard.write_json(os.path.join(folder, 'training_metadata.json'), metadata)
-            shutil.rmtree(path, ignore_errors=True)                     # of that name and not whole: not ours
-            if full:
-                gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), metadata | {'history': history}, extra)
-            else:
-                own = {k: adapter[k] for k in ('rank', 'alpha', 'dropout', 'targets', 'layers')}
-                lora.save_adapter(path, weights, own | {'text_repetition': repetition, 'stage': 'finetune', 'step': step}, base, adapter['parent_hash'], extra)
-            for _, old in gepard.checkpoints(out_dir, file=file)[:-keep_checkpoints] if keep_checkpoints else []:
+            try:
+                if os.path.isdir(path):
+                    os.rmdir(path)                                      # in the way; with files in it, it is not ours to remove
+                if full:
+                    gepard.save_checkpoint(path, weights, cfg, os.path.dirname(tokenizer_file), metadata | {'history': history}, extra)
+                else:
+                    own = {k: adapter[k] for k in ('rank', 'alpha', 'dropout', 'targets', 'layers')}
+                    lora.save_adapter(path, weights, own | {'text_repetition': repetition, 'stage': 'finetune', 'step': step}, base, adapter['parent_hash'], extra)
+            except Exception as e:                                      # a full disk, most likely; several libraries write here
+                fail(f'{path}: not saved ({e}); the newest whole checkpoint is {gepard.latest_checkpoint(out_dir, file=file)}', everywhere=True)
+            for _, old in gepard.checkpoints(out_dir, file=file)[:-keep_checkpoints] if keep_checkpoints and not bad_steps else []:
                 shutil.rmtree(old)
             say(f'saved {path}')
         if ddp:
@@ -507,15 +517,7 @@ if __name__ == '__main__':
             git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=os.path.dirname(os.path.abspath(__file__))).stdout.strip()
         except OSError:                                                 # no git here
             pass
-        kept = []
-        for line in open(metrics_path, encoding='utf-8', errors='replace') if os.path.exists(metrics_path) else []:
-            try:                                                        # drop what a resumed run will write again, and a line cut by a kill
-                kept += [line] if json.loads(line)['step'] <= step and newest else []
-            except (ValueError, TypeError, KeyError):
-                say(f'{metrics_path}: dropped a line that is no record: {line[:60]!r}')
-        with open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
-            f.writelines(kept)
-        os.replace(metrics_path + '.tmp', metrics_path)
+        gepard.keep_lines(metrics_path, step if newest else -1)
 
     def record(values):
         if rank == 0:
@@ -601,10 +603,8 @@ if __name__ == '__main__':
             evaluate_and_tell()
         if step % save_interval == 0 or step == total_steps or stop_now:
             settle()
-            if not bad_steps:                                           # never in a bad streak: older checkpoints go when a new one is whole
+            if not bad_steps or step == total_steps or stop_now:        # not in a bad streak, as long as there is a next time
                 save()
-            elif step == total_steps:
-                fail(f'the run ends in {bad_steps} bad steps; the newest whole checkpoint is {gepard.latest_checkpoint(out_dir, file=file)}')
         clock += time.time() - pause                                    # speeds are of training alone
     if stop_now and step < total_steps:
         say(f"stopped by {stopping[0] if stopping else 'another rank'} at step {step}")

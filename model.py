@@ -164,6 +164,8 @@ def config_from_json(j, where='gepard_config.json'):
             raise ValueError(f'{where}: compressor num_heads {cfg.prefix_heads} does not divide d_model {cfg.hidden_size}')
         # what is used later, not here: named now
         [cfg.codec[k] for k in ('codec_id', 'sample_rate')], repeats(1, cfg.text_repetition)
+        if type(cfg.text_repetition['enabled']) is not bool:
+            raise ValueError(f"{where}: text_repetition enabled is {cfg.text_repetition['enabled']!r}, not true or false")
         if list(cfg.codec['fsq_levels']) * cfg.codec['num_layers'] != cfg.levels:
             raise ValueError(f"{where}: audio_heads are not codec fsq_levels {cfg.codec['fsq_levels']} x num_layers {cfg.codec['num_layers']}")
         for key in ('start_of_text', 'end_of_text', 'start_of_speech'):
@@ -978,7 +980,7 @@ def generate(model, texts, prefix=None, *, max_frames=300, seeds=None, on_frame=
     no text ('empty_text': SOT EOT SOS, 'audio_only': SOS); the stop is the conditioned branch's. repetition_penalty
     (Keskar 2019) by channel over the last repetition_window frames (0 = all). seeds: one per row; a row's noise depends
     on its seed alone, not on the batch. on_frame(step, codes [B, K], running [B]) is called for each frame. decoder: one
-    made before for the same settings, with a slot a text: what a first call must set up is then there.
+    made before, in the place of settings, with a slot a text: what a first call must set up is then there.
 
     Returns B dicts: codes [n, K] int64 on the CPU, logp [n] (log-probability of each frame's codes, unguided, at temperature
     1), stop_logits and stop_probs of each check, ended_by 'stop_head' | 'max_frames' | 'force_stop_frames'.
@@ -995,6 +997,8 @@ def generate(model, texts, prefix=None, *, max_frames=300, seeds=None, on_frame=
     if min(caps) < 1:
         raise ValueError(f'max_frames must be at least 1, got {max_frames}')
     p = 0 if prefix is None else prefix.shape[1]
+    if decoder and (settings or max(caps) > decoder.frames or p + max(map(len, texts)) > decoder.prompt):
+        raise ValueError(f'generate: the decoder has its own settings, and room for prompts of {decoder.prompt} and {decoder.frames} frames')
     decoder = decoder or Decoder(model, b, p + max(map(len, texts)), max(caps), **settings)
     results = [None] * b
     for number, result in decoder.run(zip(texts, [None] * b if prefix is None else prefix, seeds, caps), on_frame=on_frame):
@@ -1084,7 +1088,7 @@ def local_or_hub(name, patterns):
     """A folder as it is, or a Hub name downloaded (only because the user named it)."""
     if os.path.isdir(name):
         return name
-    if name.count('/') != 1 or name.startswith(('.', '/')):
+    if name.count('/') != 1 or name.startswith(('.', '/', 'out/', 'data/')):      # a run that is not there is no name
         raise FileNotFoundError(f'{name}: no such folder (and not a Hub name of the form user/model)')
     from huggingface_hub import snapshot_download
     try:
@@ -1182,9 +1186,25 @@ def append_line(path, line):
             pass
 
 
+def keep_lines(path, step):
+    """A run that goes on from `step`: its metrics.jsonl loses what will be written again, and lines that are no records, such as one cut by a kill, each named. Returns the records."""
+    kept = []
+    for line in open(path, encoding='utf-8', errors='replace') if os.path.exists(path) else []:
+        try:
+            record = json.loads(line)
+            kept += [record] if record['step'] <= step else []
+        except (ValueError, TypeError, KeyError):
+            print(f'{path}: dropped a line that is no record: {line[:60]!r}', flush=True)
+    with open(f'{path}.tmp', 'w', encoding='utf-8') as f:
+        f.writelines(json.dumps(record) + '\n' for record in kept)
+    os.replace(f'{path}.tmp', path)
+    return kept
+
+
 def write_folder(path, write):
     """Make a folder whose files write(folder) writes, so that it is whole or absent whenever the process dies: temporary
     name, fsync, rename. An existing folder of that name is an error."""
+    path = path.rstrip('/')
     if os.path.exists(path):
         raise FileExistsError(f'{path} exists already')
     tmp = f'{path}.tmp'

@@ -4,7 +4,7 @@ Trains the base model on a corpus made by prepare.py.
     python pretrain.py config/tiny.py                                              # one process: CPU or one GPU
     torchrun --nproc_per_node=4 pretrain.py config/pretrain.py                     # one node
     torchrun --nnodes=2 --nproc_per_node=8 --node_rank=<0 or 1> --rdzv_backend=c10d --rdzv_endpoint=<host>:29500 \\
-        pretrain.py config/pretrain.py                                             # two nodes; out_dir is a file system both see
+        pretrain.py config/pretrain.py                                             # two nodes; out_dir is a file system both see, data a path on both
 
 Written to out_dir: checkpoint-<step>/ (a whole checkpoint that sample.py speaks from, with the resume state beside the
 weights), metrics.jsonl, curves.png, samples/step-<n>/ (prompts spoken at each evaluation); docs/guide.md says how to read
@@ -68,7 +68,7 @@ max_bad_steps = 10              # so many steps in a row with a non-finite gradi
 # evaluation, logging, saving
 eval_interval = 500             # steps; 0 = never. Also the interval of the costly telemetry: ranks, states by layer
 eval_batches = 8                # of batch_size held-out rows each
-speak = ()                      # texts spoken at each evaluation, e.g. ('hello there',); () = none
+speak = ()                      # texts spoken at each evaluation but the first, e.g. --speak="('Hello there.',)"; () = none
 speak_temperature = 0.4
 log_interval = 10               # steps; the only time the host waits for the device. Several ranks notice a SIGTERM only then, and torchrun kills them after 30 s
 save_interval = 1000            # steps
@@ -111,6 +111,7 @@ def validate():
          f'num_key_value_heads {num_key_value_heads} does not divide num_attention_heads {num_attention_heads}')
     rule(device in ('auto', 'cpu', 'cuda'), f"device is 'auto', 'cpu' or 'cuda', got {device!r}")
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
+    rule(all(type(t) is str for t in speak), f'speak: texts, got {speak!r}')
     rule(parallel in ('replicate', 'fsdp'), f"parallel is 'replicate' or 'fsdp', got {parallel!r}")
     if num_queries:
         rule(P > 0, f'P must be above 0, got {P}')
@@ -128,7 +129,7 @@ def validate():
     except (ValueError, KeyError, TypeError) as e:
         rule(False, f'data: {data}/meta.json is not a corpus description ({e})')
     if bad:
-        if os.environ.get('RANK', '0') == '0':
+        if os.environ.get('LOCAL_RANK', '0') == '0':                    # of each node: the other's files may be missing
             print('pretrain.py: ' + '; '.join(bad), file=sys.stderr)
         sys.exit(2)
 
@@ -174,7 +175,7 @@ say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
 def fail(message, everywhere=False):
     """One line and exit code 2, at once: other ranks may wait in a collective, torchrun ends them when this one is gone."""
-    if rank == 0 or everywhere:
+    if local_rank == 0 or everywhere:                                   # of each node: what is wrong may be wrong on one
         print(f'pretrain.py: {message}', file=sys.stderr, flush=True)
     os._exit(2)
 
@@ -375,7 +376,6 @@ for _, path in gepard.checkpoints(out_dir, file='training_metadata.json'):
 if newest and not resume:
     fail(f'{out_dir} holds {newest}: choose another out_dir, or --resume=true to go on')
 step, epoch, micro = 0, 0, 0        # optimizer steps; epoch and micro-batches of it that are done
-state = None
 try:
     if newest:
         cfg = gepard.config_from_json(gepard.read_json(os.path.join(newest, 'gepard_config.json')), os.path.join(newest, 'gepard_config.json'))
@@ -389,6 +389,13 @@ try:
         if all(codecs) and codecs[0] != codecs[1]:
             fail(f"{data} was encoded with another codec file of the name {meta['codec']['id']} than {newest} has learnt: its codes mean other sounds")
         changed = [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]
+        for key, value in metadata.get('regularizers', {}).items():     # a run keeps those that it began with
+            if config[key] != value:
+                say(f'  {key} stays {value!r}, it is the run\'s')
+            globals()[key] = config[key] = value
+        audio |= dict.fromkeys(('supcon_dim', 'supcon_hidden'), 128 if num_queries and supcon_weight else 0)
+        if metadata['corpus'].get('hop', meta['codec']['hop']) != meta['codec']['hop']:
+            fail(f"{data} has frames of {meta['codec']['hop']} samples, {newest} has learnt such of {metadata['corpus']['hop']}")
         for key in changed:
             say(f'  {key} was {before[key]!r}, is {config[key]!r}')
         if any(metadata['corpus'].get(k) != meta.get(k) for k in ('rows', 'frames')):
@@ -407,9 +414,11 @@ try:
     else:
         cfg = gepard.config_from_qwen(init_from, **audio)
     cfg.null_prob, cfg.stop_loss_weight, cfg.stop_pos_weight = null_prob, stop_loss_weight, stop_pos_weight
+    if num_queries and cfg.hidden_size % prefix_heads:
+        fail(f'prefix_heads {prefix_heads} does not divide hidden_size {cfg.hidden_size} of {init_from}')
     if ids_needed > cfg.vocab_size:
         fail(f"{data}: tokenizer {meta['tokenizer']['id']} needs {ids_needed} ids, the model has {cfg.vocab_size}")
-    longest = rows['text_len'].max() + rows['frame_len'].max() + num_queries + 3
+    longest = (rows['text_len'] + rows['frame_len']).max() + num_queries + 3
     if longest > cfg.max_position_embeddings:
         fail(f'{data} has rows of up to {longest} tokens, the model ends at max_position_embeddings {cfg.max_position_embeddings}')
 
@@ -520,6 +529,8 @@ say(f'batch: {batch_size} rows' + (f' = {P} speakers x {K} clips + {M} null rows
     f'= {batch_size * per_step:,} rows, about {batch_size * per_step * (mean_frames + mean_text + num_queries + 3):,.0f} tokens, '
     f'{batch_size * per_step * mean_frames / frame_rate:,.0f} s of audio a step')
 say(f'an epoch shows each row{" with a speaker" * (num_queries > 0)} {shown.mean():.2f} times ({shown.min()} to {shown.max()})' if len(shown) else 'no row has a speaker')
+if num_queries and not voiced.all():
+    say(f'  and has {len(plan) * M:,} places for the {int((~voiced).sum()):,} null rows')
 say(f'{steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_steps - step:,} to go' if step else ''))
 for g in ('backbone', 'embed', 'audio', 'ref'):
     if g in sizes:
@@ -562,7 +573,7 @@ def save():
         if rank:
             rest(path + '.tmp')
         else:
-            made_of = {'stage': 'pretrain', 'step': step, **{k: metadata[k] for k in ('parent', 'parent_kind') if k in metadata}, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')} | {'codec_hash': meta['settings'].get('codec_hash')},
+            made_of = {'stage': 'pretrain', 'step': step, **{k: metadata[k] for k in ('parent', 'parent_kind') if k in metadata}, 'config': config, 'corpus': {k: meta.get(k) for k in ('sources', 'rows', 'frames', 'languages')} | {'codec_hash': meta['settings'].get('codec_hash'), 'hop': meta['codec']['hop']},
                         'regularizers': {k: config[k] for k in ('diversity_weight', 'diversity_ramp', 'supcon_weight', 'supcon_ramp', 'reg_start')},
                         'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}, 'git': git}
             if os.path.isdir(path):
@@ -701,16 +712,7 @@ if rank == 0:
         git = subprocess.run(['git', 'rev-parse', 'HEAD'], capture_output=True, text=True, cwd=here).stdout.strip()
     except OSError:                                                     # no git here
         pass
-    kept = []
-    for line in open(metrics_path, encoding='utf-8', errors='replace') if os.path.exists(metrics_path) else []:
-        try:                                                            # drop what a resumed run will write again, and a line cut by a kill
-            kept += [line] if newest and json.loads(line)['step'] <= step else []
-        except (ValueError, TypeError, KeyError):
-            say(f'{metrics_path}: dropped a line that is no record: {line[:60]!r}')
-    seen = any(json.loads(line)['step'] == step and 'text_norm' in line for line in kept[-20:])      # was this step's evaluation written?
-    with open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
-        f.writelines(kept)
-    os.replace(metrics_path + '.tmp', metrics_path)
+    seen = any(r['step'] == step and 'text_norm' in r for r in gepard.keep_lines(metrics_path, step if newest else -1)[-20:])      # was this step's evaluation written?
     if wandb_project:
         try:
             import wandb

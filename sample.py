@@ -178,14 +178,13 @@ if engine == 'vllm':
     list(decoder.run([(*job[:3], min(4, max_frames)) for job in jobs]))     # what a first call must set up
     print(f'vLLM started in {time.time() - start:.0f} s')
 else:
-    speak = functools.partial(M.generate, gepard, prompts, vectors, max_frames=max_frames, seeds=list(range(seed, seed + len(prompts))), **settings)
-if compile:
-    decoder = M.Decoder(gepard, len(prompts), max(map(len, prompts)) + (0 if vectors is None else cfg.num_queries), max_frames, compile=True, **settings)
     start = time.time()
-    for _ in range(2):                                          # the first compiles, the second records
-        M.generate(gepard, prompts, vectors, max_frames=min(4, max_frames), decoder=decoder)
-    speak = functools.partial(speak, decoder=decoder)
-    print(f'compiled in {time.time() - start:.0f} s')
+    decoder = M.Decoder(gepard, len(prompts), max(map(len, prompts)) + (0 if vectors is None else cfg.num_queries), max_frames, compile=compile, **settings)
+    speak = functools.partial(M.generate, gepard, prompts, vectors, max_frames=max_frames, seeds=list(range(seed, seed + len(prompts))), decoder=decoder)
+    if compile:
+        for _ in range(2):                                      # the first compiles, the second records
+            speak(max_frames=min(4, max_frames))
+        print(f'compiled in {time.time() - start:.0f} s')
 
 
 def pieces(frames):
