@@ -84,7 +84,7 @@ def read_prompts(path):
         if not line.strip():
             continue
         row = {'text': line}
-        if path.endswith('.jsonl'):
+        if path.lower().endswith('.jsonl'):
             try:
                 row = {k: v for k, v in json.loads(line).items() if v is not None}
                 assert isinstance(row['text'], str) and json.dumps(row, ensure_ascii=False).encode()        # half a surrogate pair is no text
@@ -227,8 +227,8 @@ if __name__ == '__main__':
     if device == 'cuda' and not torch.cuda.is_available():
         fail(f'device is cuda, but torch {torch.__version__} sees none')
     if engine == 'vllm':
-        import vllm_gepard
         try:
+            import vllm_gepard
             vllm_gepard.register()
         except ImportError as e:
             fail(e)
@@ -255,14 +255,24 @@ if __name__ == '__main__':
     if voices and not cfg.num_queries:
         fail(f'{ckpt} has no voice cloning: leave out voices')
 
+    known = M.language_tags(base)
+    if known and not language_tags:
+        say(f"{ckpt} was trained with language tags ({', '.join(known)}): --language_tags=true puts each prompt's lang before its text")
+    if not known and language_tags and any(p['lang'] for p in asked):
+        say(f'{ckpt} does not say with which language tags it was trained: they are put as the prompts say')
     texts = []                                                      # all are looked at before anything is written
     for p in asked:
+        if language_tags and known and p['lang'].lower() not in known:
+            fail(f"{prompts}: prompt {p['id']}: lang {p['lang']!r}, {ckpt} was trained with the language tags {', '.join(known)}")
         ids = encode_text(tokenizer, tagged(p['text'], p['lang'] if language_tags else ''))
         cap = frame_cap(p['text'], frame_rate, sec_base, sec_per_word, cap_multiple, cap_min, cap_max)
         laid = M.prompt(ids, cfg)
         if not ids or len(laid) + cfg.num_queries + cap > cfg.max_position_embeddings:
             fail(f"{prompts}: prompt {p['id']}: {len(laid)} tokens and {cap} frames do not fit the model ({cfg.max_position_embeddings} positions)")
         texts.append((p, laid, len(ids), cap))
+    long = [p['id'] for p, _, _, cap in texts if sec_base + sec_per_word * len(p['text'].split()) >= cap / frame_rate]
+    if long:
+        say(f'{len(long)} of {len(texts)} prompts, such as {long[0]}, are expected to last as long as their frame cap or longer: most of what is spoken of them will be cut (--cap_max)')
 
     # ---- voices: rank 0 reads and encodes them once, the others find them in the folder
 
@@ -272,9 +282,11 @@ if __name__ == '__main__':
             corpus = Corpus(path)
             if corpus.meta['codec']['id'] != cfg.codec['codec_id']:
                 raise ValueError(f"{path} was built with codec {corpus.meta['codec']['id']}, {ckpt} speaks {cfg.codec['codec_id']}")
-            rows = corpus.rows[corpus.split('train')]
+            train = corpus.split('train')
+            train = train[np.argsort(corpus.rows['speaker'][train], kind='stable')]
+            edges = np.searchsorted(corpus.rows['speaker'][train], np.arange(len(corpus.speakers) + 1))
             for number, speaker in enumerate(corpus.speakers):
-                own = corpus.split('train')[rows['speaker'] == number]
+                own = train[edges[number]:edges[number + 1]]
                 if len(own):
                     long = own[corpus.rows['frame_len'][own] >= 3 * frame_rate]
                     row = int(np.random.default_rng([seed, number_of(speaker)]).choice(long if len(long) else own))

@@ -814,7 +814,8 @@ class Decoder:
             prompts.append((slot, text, prefix))
             if self.guided:
                 prompts.append((spare.pop(0), self.blind, prefix))
-            self.busy[slot] = [number, prompts[-1][0] if self.guided else 0, 0, len(text) + (0 if prefix is None else len(prefix))]
+            longest = max(len(text), len(self.blind) if self.guided else 0) + (0 if prefix is None else len(prefix))
+            self.busy[slot] = [number, prompts[-1][0] if self.guided else 0, 0, longest]
         slots = list(jobs)
         tensor = lambda values: torch.as_tensor(values, device=dev)
         at = tensor(slots)
@@ -980,7 +981,7 @@ def generate(model, texts, prefix=None, *, max_frames=300, seeds=None, on_frame=
     no text ('empty_text': SOT EOT SOS, 'audio_only': SOS); the stop is the conditioned branch's. repetition_penalty
     (Keskar 2019) by channel over the last repetition_window frames (0 = all). seeds: one per row; a row's noise depends
     on its seed alone, not on the batch. on_frame(step, codes [B, K], running [B]) is called for each frame. decoder: one
-    made before, in the place of settings, with a slot a text: what a first call must set up is then there.
+    made before, in the place of settings, with any number of slots (one where on_frame is given): what a first call must set up is then there.
 
     Returns B dicts: codes [n, K] int64 on the CPU, logp [n] (log-probability of each frame's codes, unguided, at temperature
     1), stop_logits and stop_probs of each check, ended_by 'stop_head' | 'max_frames' | 'force_stop_frames'.
@@ -1217,6 +1218,13 @@ def write_folder(path, write):
         fsync(folder)
     os.rename(tmp, path)
     fsync(os.path.dirname(os.path.abspath(path)))
+
+
+def language_tags(folder):
+    """The tags that a checkpoint's corpora were built with, as its training_metadata.json says: sorted, [] = none or not known."""
+    path = os.path.join(folder, 'training_metadata.json')
+    stage = read_json(path) if os.path.exists(path) else {}
+    return sorted({tag for s in (stage, *stage.get('history', [])) for tag in s.get('corpus', {}).get('languages') or ()})
 
 
 def remove_unfinished(out_dir):

@@ -6,7 +6,7 @@ Speaks a text with any checkpoint: text (and a reference clip for the voice) -> 
     python sample.py --ckpt=CHECKPOINT --text="Hola." --language=es                # where the training corpus was tagged
     python sample.py --ckpt=nineninesix/gepard-1.0 --text="Hello." --stream=true   # audio is written while it is made
 
-Several texts are spoken as one batch. Without --ref a checkpoint with voice cloning speaks with its null prefix (some
+Several texts are spoken side by side, 64 at once. Without --ref a checkpoint with voice cloning speaks with its null prefix (some
 voice); --prefix=none leaves the prefix out. Text repetition, codec, tokenizer and special tokens come from the checkpoint.
 """
 import os, sys, time
@@ -56,6 +56,8 @@ if ref and prefix != 'auto':
     fail(f'--ref and --prefix={prefix} contradict each other')
 if min(max_seconds, max_ref_seconds, repetition_penalty) <= 0 or stream_frames < 1 or min(temperature, top_k, cfg_frames) < 0:
     fail('max_seconds, max_ref_seconds, stream_frames and repetition_penalty must be above 0; temperature, top_k and cfg_frames not below')
+if not 0 < stop_threshold <= 1:
+    fail(f'--stop_threshold is a probability above 0, got {stop_threshold}')
 if engine not in ('torch', 'vllm'):
     fail(f'--engine is torch or vllm, got {engine!r}')
 if engine == 'vllm' and (top_k or cfg_scale != 1 or repetition_penalty != 1 or compile):
@@ -113,8 +115,8 @@ compute = {'auto': torch.bfloat16 if device.startswith('cuda') else torch.float3
 if compute not in (torch.float32, torch.bfloat16):
     fail(f"--dtype is auto, float32 or bfloat16, got {dtype!r}")
 if engine == 'vllm':
-    import vllm_gepard
     try:
+        import vllm_gepard
         vllm_gepard.register()
     except ImportError as e:
         fail(e)
@@ -129,9 +131,7 @@ try:
     else:
         gepard, folder = M.load_checkpoint(newest, device, compute)
         cfg = gepard.cfg
-    name = os.path.join(folder, 'training_metadata.json')
-    stage = M.read_json(name) if os.path.exists(name) else {}
-    known = sorted({tag for s in (stage, *stage.get('history', [])) for tag in s.get('corpus', {}).get('languages') or ()})
+    known = M.language_tags(folder)
     if language and language.lower() not in known:
         fail(f'--language={language}: ' + (f"{ckpt} knows {', '.join(known)}" if known else f'{ckpt} was trained without language tags, or its training_metadata.json is not there'))
     if known and not language:
@@ -158,8 +158,8 @@ max_frames = max(1, round(min(max_seconds, 1e6) * nano.frame_rate))
 if max(map(len, prompts)) + cfg.num_queries + max_frames > cfg.max_position_embeddings:
     fail(f'text of {max(map(len, prompts))} tokens and {max_frames} frames do not fit the model ({cfg.max_position_embeddings} positions): split the text or lower max_seconds')
 
-if ref and not cfg.num_queries:
-    fail(f'{ckpt} has no voice cloning: leave out --ref')
+if (ref or prefix == 'null') and not cfg.num_queries:
+    fail(f'{ckpt} has no voice cloning: leave out --ref and --prefix')
 voice, vectors = None, None
 if ref:
     clip = load_clip(ref, nano.sample_rate, 0, nano.hop, 1e-4)  # at least one frame, not silent
@@ -169,9 +169,10 @@ if ref:
 if engine == 'torch' and cfg.num_queries and prefix != 'none':
     vectors = gepard.voices([voice]).expand(len(prompts), -1, -1)       # without a reference: the null prefix
 settings = dict(temperature=temperature, top_k=top_k, stop_threshold=stop_threshold, cfg_scale=cfg_scale, cfg_frames=cfg_frames, repetition_penalty=repetition_penalty)
+slots = min(64, len(prompts))                                   # texts at once; the others follow as these end
 if engine == 'vllm':
     start = time.time()
-    decoder = vllm_gepard.Engine(folder, len(prompts), max(map(len, prompts)) + cfg.num_queries + max_frames, str(compute).removeprefix('torch.'), temperature, stop_threshold,
+    decoder = vllm_gepard.Engine(folder, slots, max(map(len, prompts)) + cfg.num_queries + max_frames, str(compute).removeprefix('torch.'), temperature, stop_threshold,
                                  frames=9 if stream else 4)                    # in a step of the engine: with the prompt's one, the first ten soon
     jobs = [(p, False if prefix == 'none' else voice, seed + n, max_frames) for n, p in enumerate(prompts)]
     speak = lambda on_frame=None: [r for _, r in sorted(decoder.run(jobs, on_frame), key=lambda done: done[0])]
@@ -179,7 +180,7 @@ if engine == 'vllm':
     print(f'vLLM started in {time.time() - start:.0f} s')
 else:
     start = time.time()
-    decoder = M.Decoder(gepard, len(prompts), max(map(len, prompts)) + (0 if vectors is None else cfg.num_queries), max_frames, compile=compile, **settings)
+    decoder = M.Decoder(gepard, slots, max(map(len, prompts)) + (0 if vectors is None else cfg.num_queries), max_frames, compile=compile, **settings)
     speak = functools.partial(M.generate, gepard, prompts, vectors, max_frames=max_frames, seeds=list(range(seed, seed + len(prompts))), decoder=decoder)
     if compile:
         for _ in range(2):                                      # the first compiles, the second records

@@ -8,7 +8,8 @@ Publishes a checkpoint on the Hugging Face Hub, with a model card. Private unles
 Before anything is sent the folder is checked: required files, names and shapes of all tensors, finite weights, no adapters
 inside, rotary factor in both places, tokenizer. An allow-list of files goes up, in one commit: it is there whole or not at all. After a
 break run it again: files that had arrived are not sent twice. The access token comes from where the Hub's client looks for it
-(`hf auth login`, or HF_TOKEN) and is never printed. From training_metadata.json local paths, tokens and wandb settings are cut.
+(`hf auth login`, or HF_TOKEN) and is never printed. From training_metadata.json local paths, tokens and wandb settings are cut; with --training_state
+relative paths stay, since a run that goes on compares them.
 """
 import glob, os, sys
 
@@ -93,7 +94,7 @@ def cut(x):
     if isinstance(x, list):
         return [cut(v) for v in x]
     path = isinstance(x, str) and re.search(r'[/\\]', x) and '://' not in x and not hub_name(x) and (
-        LOCAL.match(x) or os.path.exists(x) or x.startswith(('out/', 'data/')) or not re.search(r'\s', x))
+        LOCAL.match(x) or not training_state and (os.path.exists(x) or x.startswith(('out/', 'data/')) or not re.search(r'\s', x)))
     return re.split(r'[/\\]', x.rstrip('/\\'))[-1] if path else x
 
 
@@ -142,7 +143,7 @@ def card(cfg, stages, tensors, published_dtype):
         how = ([f"LoRA rank {a['rank']}, alpha {a['alpha']} on {', '.join(a['targets'])}"] if a else []) + [f'{k} {c[k]}' for k in SETTINGS if c.get(k)]
         rows.append(f"| {m.get('stage', '')} | {m.get('step', '')} | {hours} | {'; '.join(how)} |")
         scores += [f"| {m.get('stage', '')} | {name} | {value} |" for name, value in scores_of(m.get('evaluation', {}))]
-    codec, voice = cfg.codec['codec_id'], ' --ref=voice.wav' if cfg.num_queries else ''
+    codec, voice = cfg.codec['codec_id'], (f' --language={min(tags)}' if tags else '') + ' --ref=voice.wav' * bool(cfg.num_queries)
     r = cfg.text_repetition
     parts = [f'---\n{data.to_yaml()}\n---\n\n# {repo.split("/")[1]}\n', f'''A text-to-speech model of the GEPARD kind: a Qwen3.5 decoder of {cfg.num_hidden_layers} full-attention layers, {sum(t.numel() for t in tensors) / 1e6:.1f}M
 parameters ({published_dtype}), reads text and predicts speech, one frame of {len(cfg.levels)} codec channels a step, {cfg.codec['sample_rate'] / 1024:.1f} frames a second.

@@ -92,6 +92,23 @@ def test_noise():
         assert abs(float(torch.corrcoef(torch.stack((g.flatten(), other.flatten())))[0, 1])) < 5 / g.numel() ** 0.5
 
 
+def test_a_guided_prompt_without_text(jobs):
+    """The row without a text is then the longer one: alone as beside a long text."""
+    model, jobs = jobs
+    bare = ([model.cfg.special_tokens['start_of_speech']], None, 3, 6)
+    equal(decode(model, [bare], 2, temperature=0.9, cfg_scale=3.0), decode(model, [bare, max(jobs, key=lambda j: len(j[0]))], 2, temperature=0.9, cfg_scale=3.0)[:1])
+
+
+def test_generate_with_a_decoder_of_one_s_own(jobs):
+    model, jobs = jobs
+    texts, seeds = [j[0] for j in jobs[:6]], list(range(6))
+    d = M.Decoder(model, 2, max(map(len, texts)), 9, temperature=0.9)
+    equal(M.generate(model, texts, max_frames=9, seeds=seeds, decoder=d), M.generate(model, texts, max_frames=9, seeds=seeds, temperature=0.9))
+    for kw in (dict(temperature=0.9), dict(max_frames=10)):
+        with pytest.raises(ValueError, match='the decoder has its own settings, and room'):
+            M.generate(model, texts, **{'max_frames': 9} | kw, decoder=d)
+
+
 def test_refusals(jobs):
     model, _ = jobs
     for kw in (dict(temperature=-1), dict(force_stop_frames=0), dict(uncond='x')):

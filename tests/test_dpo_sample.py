@@ -98,6 +98,8 @@ def test_prompts(tmp_path):
             read_prompts(str(tmp_path / 'a.jsonl'))
     (tmp_path / 'a.jsonl').write_text('{"id": null, "text": "a", "lang": null, "category": null}')
     assert read_prompts(str(tmp_path / 'a.jsonl')) == [{'id': '1', 'text': 'a', 'category': '', 'lang': ''}]
+    os.rename(tmp_path / 'a.jsonl', tmp_path / 'B.JSONL')
+    assert read_prompts(str(tmp_path / 'B.JSONL'))[0]['text'] == 'a'
     (tmp_path / 'a.json').write_text('[{"text": "a"}]')                     # no list of lines: it would be spoken with its brackets
     with pytest.raises(ValueError, match='a.json: prompts are .jsonl'):
         read_prompts(str(tmp_path / 'a.json'))
@@ -218,8 +220,19 @@ def test_refusals(place, tmp_path):
     assert 'table.csv: prompts are .jsonl' in run(place, 'bad', f'--prompts={tmp_path}/table.csv', code=2)
     (tmp_path / 'long.txt').write_text('four\n' + 'four ' * 500)
     assert 'long.txt: prompt 2: 503 tokens and 60 frames do not fit the model' in run(place, 'bad', f'--prompts={tmp_path}/long.txt', code=2)
+    (tmp_path / 'tags.jsonl').write_text('{"text": "four", "lang": "English"}')
+    shutil.copytree(place / 'policy' / 'checkpoint-3', tmp_path / 'tagged')
+    M.write_json(f'{tmp_path}/tagged/training_metadata.json', {'corpus': {'languages': ['de', 'en']}})
+    assert "lang 'English', " in run(place, 'bad', f'--prompts={tmp_path}/tags.jsonl', f'--ckpt={tmp_path}/tagged', '--language_tags=true', code=2)
     assert os.listdir(path(place, 'bad', '')) == ['lock-0']             # nothing was begun: with the right settings the name is free
     assert 'nothing' not in run(place, 'none-yet', '--status') and 'no run there yet' in run(place, 'none-yet', '--status')
+
+
+def test_what_is_said_of_tags_and_caps(place, tmp_path):
+    shutil.copytree(place / 'policy' / 'checkpoint-3', tmp_path / 'tagged')
+    M.write_json(f'{tmp_path}/tagged/training_metadata.json', {'corpus': {'languages': ['de', 'en']}})
+    text = run(place, 'said', f'--ckpt={tmp_path}/tagged', '--cap_max=30', '--rollouts=1', '--speakers_per_text=1')
+    assert 'was trained with language tags (de, en): --language_tags=true' in text and '9 of 12 prompts, such as p1, are expected to last as long as their frame cap' in text
 
 
 def test_held_out_voices_and_config_file(place):

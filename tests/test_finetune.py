@@ -4,7 +4,7 @@ published checkpoint that speaks. The reference's numbers of epoch_rows are in t
 
     pytest tests/test_finetune.py
 """
-import gc, glob, json, os, re, runpy, shutil, signal, subprocess, sys, time
+import gc, glob, json, os, re, resource, runpy, shutil, signal, subprocess, sys, time
 
 import numpy as np
 import pytest
@@ -360,6 +360,36 @@ def test_divergence_is_named(ten, place, tmp_path, capsys):
     assert [s for s, _ in M.checkpoints(out, file='adapter.safetensors')] == [5]
 
 
+def test_a_bad_last_step_is_no_dead_end(place, tmp_path, capsys, monkeypatch):
+    """The step is skipped, so the weights are those from before; the run ends as any other. So does one that is stopped in a bad step."""
+    out, losses, steps = str(tmp_path / 'run'), M.losses, []
+
+    def bad(*args):
+        steps.append(1)
+        r = losses(*args)
+        return r | {'total': r['total'] * (float('nan') if len(steps) > 1 else 1)}
+    monkeypatch.setattr(M, 'losses', bad)
+    text = run(place, out, capsys, '--max_steps=2', '--gradient_accumulation=1', '--batch_size=8', '--save_interval=1', '--eval_interval=0', '--keep_checkpoints=1')
+    assert 'step 1: non-finite gradient, step skipped (1 in a row)' in text
+    assert [s for s, _ in M.checkpoints(out, file='adapter.safetensors')] == [1, 2]         # nothing older goes in a bad streak
+    same(adapters(out, 1), adapters(out, 2))
+
+
+def test_a_full_disk_and_a_folder_in_the_way(ten, place, tmp_path):
+    """One line that names the newest whole checkpoint; nobody's files are removed."""
+    out = str(tmp_path / 'run')
+    shutil.copytree(ten[0], out)
+    flags = ['--max_steps=11', '--train_stop_head', '--eval_interval=0', f"--val_corpora={{'other': '{place}/other'}}"]
+    for disk in (20_000, None):
+        if not disk:
+            os.makedirs(f'{out}/checkpoint-11')
+            open(f'{out}/checkpoint-11/notes.txt', 'w').close()
+        r = subprocess.run(command(place, out, *flags), capture_output=True, text=True, env=os.environ | {'OMP_NUM_THREADS': '1'},
+                           preexec_fn=disk and (lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (disk, disk))))
+        assert r.returncode == 2 and 'Traceback' not in r.stderr and f'{out}/checkpoint-11: not saved (' in r.stderr and f'newest whole checkpoint is {out}/checkpoint-10' in r.stderr, r.stderr
+    assert os.listdir(f'{out}/checkpoint-11') == ['notes.txt']
+
+
 def test_full_with_frozen_groups(place, tmp_path, capsys):
     """The frozen groups stay bit for bit, the others move; a whole checkpoint that speaks, with repetition on; exact resume."""
     out, flags = str(tmp_path / 'run'), ['--full', '--freeze=ref,embed', '--max_steps=4', '--save_interval=2', '--eval_interval=2']
@@ -435,6 +465,9 @@ def test_base_to_speech(ten, place, hub, tmp_path, capsys):
     (['--val_corpora={{"val": "{place}/other"}}'], "'val' is the name of data's own"),
     (['--data={place}/first', '--val_corpora={{"old": "{place}/second"}}'], 'two codecs that were both called assets/tiny/codec.nemo'),
     (['--ckpt={place}/hashed', '--data={place}/first'], "{place}/first was built with codec hash 'a', the base {place}/hashed has 'b'"),
+    (['--ckpt={place}/hop'], '{place}/corpus was built with codec hop 1024, the base {place}/hop has 512'),
+    (['--ckpt={place}/partial'], '{place}/partial: its text_repetition has no apply_below'),
+    (['--val_corpora={"old": 5}'], "val_corpora: folders by name, got {{'old': 5}}"),
     (['--gradient_accumulation=50'], 'an epoch of {place}/corpus has 40 rows'),
     (['--ckpt={place}/small'], 'has rows of up to 236 tokens, the model ends at max_position_embeddings 100'),
     (['--learnin_rate=1'], 'learning_rate'),
@@ -451,6 +484,8 @@ def test_refusals_are_one_line(place, ten, tmp_path, capsys, flags, words):
         write_corpus(place / 'second', n=9, settings={'codec_hash': 'b'})
         save(str(place / 'small'), max_position_embeddings=100)
         save(str(place / 'hashed'), metadata={'stage': 'dpo', 'history': [{'stage': 'pretrain', 'corpus': {'codec_hash': 'b'}}]})
+        save(str(place / 'hop'), metadata={'stage': 'pretrain', 'corpus': {'hop': 512}})
+        save(str(place / 'partial'), text_repetition={'enabled': False})
         shutil.copytree(ten[0], place / 'adapters')
     out = str(tmp_path / 'run')
     term = signal.getsignal(signal.SIGTERM)
@@ -487,7 +522,10 @@ def test_a_base_that_has_changed_is_refused(ten, place, tmp_path, capsys):
     shutil.copytree(place / 'base', tmp_path / 'base')
     out = str(tmp_path / 'run')
     run(tmp_path, out, capsys, f'--data={place}/corpus', '--max_steps=2', '--save_interval=1', '--eval_interval=0')
-    shutil.rmtree(tmp_path / 'base')
+    os.rename(tmp_path / 'base', tmp_path / 'elsewhere')            # the same weights: known by their hash
+    run(tmp_path, out, capsys, f'--data={place}/corpus', f'--ckpt={tmp_path}/elsewhere', '--max_steps=3', '--save_interval=1', '--eval_interval=0')
+    assert M.read_json(f'{out}/checkpoint-3/adapter_config.json')['parent'] == f'{tmp_path}/elsewhere/checkpoint-10'
+    shutil.rmtree(f'{out}/checkpoint-3')
     save(str(tmp_path / 'base' / 'checkpoint-10'), seed=3)
     assert 'whose weights are not those of' in run(tmp_path, out, capsys, f'--data={place}/corpus', '--max_steps=3', '--eval_interval=0', code=2)
 

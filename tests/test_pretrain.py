@@ -207,6 +207,7 @@ def test_divergence_is_named_and_the_last_good_checkpoint_stays(ten, corpus, tmp
     (['--init_from=no_such_model'], 'no such folder'),
     (['--learnin_rate=1'], 'learning_rate'),
     (['--P=0', '--M=8'], 'P must be above 0'),
+    (['--speak=7'], 'speak: texts, got (7,)'),
     (['--num_key_value_heads=0'], 'num_key_value_heads must be above 0'),
     (['--head_dim=15'], 'head_dim must be even'),
     (['--beta2=1.5'], 'beta2 must be in [0, 1)'),
@@ -225,6 +226,12 @@ def test_resume_refused_where_it_is_not_wanted(ten, corpus):
     assert 'choose another out_dir' in run(ten[0], corpus, '--resume=false', code=2)
     assert 'has num_queries 8' in run(ten[0], corpus, '--num_queries=4', code=2)
     assert 'has hidden_size 32' in run(ten[0], corpus, '--hidden_size=64', code=2)
+    assert 'prefix_heads 5 does not divide hidden_size 32 of' in run(ten[0] + '-5', corpus, f'--init_from={ten[0]}/checkpoint-10', '--prefix_heads=5', code=2)
+
+
+def test_a_fault_on_another_node_is_said(corpus, tmp_path):
+    r = subprocess.run(command(str(tmp_path / 'run'), str(tmp_path)), capture_output=True, text=True, env=os.environ | {'RANK': '8', 'WORLD_SIZE': '16', 'LOCAL_RANK': '0'})
+    assert r.returncode == 2 and 'meta.json does not exist' in r.stderr
 
 
 def test_damaged_resume_state_and_log(ten, corpus, tmp_path):
@@ -255,13 +262,17 @@ def test_resume_keeps_what_the_run_began_with(ten, corpus, tmp_path):
     fewer = str(tmp_path / 'fewer')
     shutil.copytree(ten[0], fewer)
     shutil.rmtree(fewer + '/checkpoint-10')
-    assert 'has other batches and starts over' in run(fewer, corpus, '--max_steps=6', '--min_text_tokens=3')
+    text = run(fewer, corpus, '--max_steps=6', '--min_text_tokens=3', '--supcon_weight=0.0', '--reg_start=7')
+    assert 'has other batches and starts over' in text and 'supcon_weight stays 0.3' in text and 'reg_start stays' in text
+    assert M.read_json(fewer + '/checkpoint-6/training_metadata.json')['regularizers'] == M.read_json(fewer + '/checkpoint-5/training_metadata.json')['regularizers']
     shutil.copytree(corpus, mine)
     meta = M.read_json(mine + '/meta.json')
     for digest, code in (('a' * 64, 0), ('b' * 64, 2)):
         M.write_json(mine + '/meta.json', meta | {'settings': meta['settings'] | {'codec_hash': digest}})
         text = run(out, mine, f'--max_steps={1 + code}', code=code)
     assert 'was encoded with another codec file' in text
+    M.write_json(mine + '/meta.json', meta | {'codec': meta['codec'] | {'hop': 512}})
+    assert 'has frames of 512 samples' in run(out, mine, code=2)
     folder = str(tmp_path / 'tuned' / 'checkpoint-5')
     os.makedirs(folder)
     M.write_json(folder + '/training_metadata.json', {'stage': 'finetune'})

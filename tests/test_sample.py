@@ -117,6 +117,7 @@ def test_adapters_do_not_speak(folder, capsys, tmp_path):
     (['--text=hi', '--device=cuda:99'], '--device=cuda:99: '),
     (['--text=hi', '--max_seconds=inf'], '--max_seconds takes float'),
     (['--text=hi', '--max_seconds=1e300'], 'do not fit'),
+    (['--text=hi', '--stop_threshold=50'], '--stop_threshold is a probability'),
     (['--text=hi', '--temperature=inf'], '--temperature takes float'),
     (['--text=hi', '--max_ref_seconds=0'], 'must be above 0'),
     (['--text=hi', '--seed=99999999999999999999'], '--seed is 0 to'),
