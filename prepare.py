@@ -29,9 +29,11 @@ sources = ()                    # what goes in, in this order: a tuple of dicts,
 #                 a folder of them; hf: a save_to_disk folder or a Hub name; folder: x.wav beside x.txt, a folder in it is a speaker
 #   kind          one of those seven words; left out: by the extension or what is in the folder (first line with '|': ljspeech)
 #   split, subset of a Hugging Face dataset: 'train' and none if left out
-#   streaming     True: of a Hub dataset, or a folder of parquet, nothing is stored here, each rank reads it through; left out: False
+#   streaming     True: of a Hub dataset, or a folder of parquet (with 'kind': 'hf'), nothing is stored here, each rank reads it through.
+#                 A commit to the Hub's dataset makes it another one, also for an unfinished build. Left out: False
 #   columns       {'audio': .., 'text': .., 'speaker': .., 'language': ..} -> the table's column names (numbers: a table without
-#                 header). Left out: audio, text, and speaker if the table has one. A row without speaker is a null row.
+#                 header). Left out: audio, text. A column 'speaker', if there, is taken where no other is named (not by number). A row
+#                 without speaker is a null row.
 #                 parquet, hf: audio is a path or an Audio column. Columns nano_layer_1..8 (lists of packed codes; 'layers' gives
 #                 another prefix) are taken for tokens of `codec`, and encoded_len, if there, must be their length
 #   root          folder of relative audio paths; left out: the table's folder (ljspeech: its wavs/)
@@ -329,8 +331,9 @@ def table_rows(source):
     """Yields (line number, why the line is dropped or '', dict of the mapped columns) of each data line.
     A line is a row, always: a quote that does not close on its line is an error, so that it can't swallow the lines below."""
     path, kind = source['path'], kind_of(source)
-    columns = source.get('columns') or ({'audio': 0, 'text': -1} if kind == 'ljspeech' else {'audio': 'audio', 'text': 'text', 'speaker': 'speaker'})
+    columns = source.get('columns') or ({'audio': 0, 'text': -1} if kind == 'ljspeech' else {'audio': 'audio', 'text': 'text'})
     headless = any(isinstance(c, int) for c in columns.values())
+    columns = columns if headless else {'speaker': 'speaker', **columns}
     quoting = csv.QUOTE_MINIMAL if source.get('quotes', kind != 'ljspeech') else csv.QUOTE_NONE
     csv.field_size_limit(2 ** 31 - 1)
     header, blank = None, []
@@ -353,9 +356,9 @@ def table_rows(source):
                 fields, bad = {}, f'line is not JSON: {e}'
             if kind == 'jsonl' and not isinstance(fields, dict):
                 fields, bad = {}, 'line is not a JSON object'
-            if header is None:              # the first line
-                if b'\0' in raw:
-                    stop(f'{path}:{n}: NUL bytes, UTF-16 without its mark?: convert the table')
+            if header is None and b'\0' in raw:
+                stop(f'{path}:{n}: NUL bytes, UTF-16 without its mark?: convert the table')
+            if header is None and not bad:  # the first line
                 if kind == 'ljspeech' and 'columns' not in source and (len(fields) not in (2, 3) or {'audio', 'text'} <= set(fields)):
                     stop(f"{path}:{n}: {fields}: not id|text or id|text|normalized text: say which is which in the source's columns")
                 header = list(range(len(fields))) if headless else list(fields)
@@ -456,22 +459,27 @@ def open_parquet(source, want):
 
 def open_hf(source, want):
     """open_parquet of a save_to_disk folder or a Hugging Face dataset."""
-    import datasets
+    import datasets, huggingface_hub
     path, split, streaming = source['path'], source.get('split', 'train'), source.get('streaming', False)
+    load = lambda revision: datasets.load_dataset(path, source.get('subset'), split=split, streaming=streaming, revision=revision)
     try:
+        if streaming and not os.path.isdir(path) and not source['revision']:        # the other ranks read the one that rank 0 finds
+            source['revision'] = huggingface_hub.HfApi().dataset_info(path).sha
         if os.path.isdir(path) and not streaming:
             data = datasets.load_from_disk(path)
         else:
-            data = datasets.load_dataset(path, source.get('subset'), split=split, streaming=streaming)
+            data = load(source['revision'])
         data = (data[split] if isinstance(data, dict) else data).with_format('arrow')
         schema = next(data.iter(1)).schema if streaming else data.features.arrow_schema
     except Exception as e:                      # of many kinds: no such name, no network, no such split, no rows, a broken file
         stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
-    files = [] if streaming else [f['filename'] for f in data.cache_files]
+    files = [] if source['revision'] else files_below(path, ('.parquet',)) if streaming else [f['filename'] for f in data.cache_files]
+    if streaming and not files and not source['revision']:      # of other files a change would not be seen
+        stop(f'{path}: no .parquet file in it')
     def count(most, text):
         if not streaming:
             return min(most, len(data))
-        known = (data.info.splits or {}).get(split)         # what the Hub says; else one pass over the texts
+        known = (load(None).info.splits or {}).get(split)   # what the Hub says, mostly of no named revision; else one pass over the texts
         return min(most, known.num_examples) if known and known.num_examples else sum(map(len, data.select_columns([text]).take(most).iter(1024)))
     def batches(names):
         at, mapped = want[0], data
@@ -666,12 +674,13 @@ if __name__ == '__main__':
 
     # ranks share nothing but a counter of the units taken and the disk. Rank 0 checks everything, then the others begin
     rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in (('RANK', 0), ('LOCAL_RANK', 0), ('WORLD_SIZE', 1)))
+    revisions = {}                                          # of what is streamed from the Hub
     if world > 1:
         from torch.distributed import rendezvous
         store = next(rendezvous('env://'))[0]
         store.set_timeout(timedelta(days=30))
         if rank:
-            checked = json.loads(store.get('checked'))      # waits
+            checked, revisions = json.loads(store.get('checked'))       # waits
             if not checked:
                 sys.exit()                                  # there is nothing to do
 
@@ -682,6 +691,8 @@ if __name__ == '__main__':
         for key in keys.split():
             if not low <= config[key] <= high:
                 stop(f'{key}: {config[key]} is not in {low}..{high}')
+    if val_share == 1:
+        stop(f'val_share: {val_share} leaves no row to train on')
     if singleton_policy not in ('null_prefix', 'remove'):
         stop(f"singleton_policy: 'null_prefix' or 'remove', got {singleton_policy!r}")
     if not sources or not all(isinstance(s, dict) for s in sources):
@@ -690,7 +701,7 @@ if __name__ == '__main__':
         complaint = fault_of(s) or f"name {s['name']!r}: another source has it" * (s['name'] in [x['name'] for x in sources[:i]])
         if complaint:
             stop(f"sources[{i}]{' ' + repr(s['name']) if 'name' in s else ''}: {complaint}")
-    sources = [{**s, 'kind': kind_of(s)} for s in sources]      # found out once: it may take a walk through the folder
+    sources = [{**s, 'kind': kind_of(s), 'revision': revisions.get(s['name'])} for s in sources]     # kind, once: it may take a walk through the folder
     try:
         tok, path = load_tokenizer(tokenizer)
     except Exception as e:
@@ -722,7 +733,7 @@ if __name__ == '__main__':
                     codec_hash=sha256_of(codec) if os.path.isfile(codec) else '')
     building = out_dir + '.building'
     if not rank:
-        settings['table_hashes'] = {s['name']: hash_of(f) for s, f in zip(sources, files)}
+        settings['table_hashes'] = {s['name']: s['revision'] or hash_of(f) for s, f in zip(sources, files)}
         finished = os.path.isfile(out_dir) or os.path.isdir(out_dir) and bool(os.listdir(out_dir))
         if finished:
             try:
@@ -745,7 +756,7 @@ if __name__ == '__main__':
             print(f'{out_dir} is complete and was made with these settings: nothing to do')
             shutil.rmtree(building, ignore_errors=True)
             if world > 1:
-                store.set('checked', '[]')
+                store.set('checked', '[[], {}]')
                 time.sleep(1)                           # the others fetch it from here
             sys.exit()
         try:
@@ -767,7 +778,7 @@ if __name__ == '__main__':
         if not sum(checked):
             stop(f"no rows in {', '.join(s['path'] for s in sources)}")
         if world > 1:
-            store.set('checked', json.dumps(checked))
+            store.set('checked', json.dumps([checked, {s['name']: s['revision'] for s in sources}]))
     total, units = sum(checked), []                     # a unit: source, rows start..end of it, file
     for i, n in enumerate(checked):
         step = unit_rows * (16 if tokenized[i] else 1)
@@ -938,6 +949,8 @@ if __name__ == '__main__':
         print_table(meta)
         stop(f"{'no row is left: ' * (not len(index))}{bad:,} of {total:,} rows are bad ({bad / total:.1%}), max_reject_share is {max_reject_share:.1%}: "
              f'see {new}/rejects.jsonl; if you mend rows, remove {building} before the next run')
+    if not (index['split'] == 0).any():
+        stop(f'no row is left to train on: val_share {val_share} and val_speakers {val_speakers} hold out all {len(index):,}')
     save(f'{new}/index.bin', lambda f: f.write(index.tobytes()))
     save(f'{new}/meta.json', lambda f: f.write(json.dumps(meta, indent=1, ensure_ascii=False).encode()))
     corpus = Corpus(new)                            # sizes and ranges, once more, before it is shown

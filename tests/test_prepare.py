@@ -195,6 +195,22 @@ def test_tables_of_every_kind_give_the_same_corpus(tmp_path, fake):
         assert all(np.array_equal(c.rows[f], first.rows[f]) for f in c.rows.dtype.names if f != 'line') and c.speakers == first.speakers
         assert all(open(os.path.join(c.path, f), 'rb').read() == open(os.path.join(first.path, f), 'rb').read() for f in ('codes.bin', 'text.bin'))
 
+@pytest.mark.parametrize('kind', ('csv', 'tsv', 'jsonl'))
+def test_named_columns_keep_the_speaker(tmp_path, fake, kind):
+    """Where the source names audio and text alone, 'speaker' is taken if the table has it, as parquet does; another one that is named is taken, a near one is an error."""
+    speech(tmp_path)
+    def table(*names):
+        rows = [dict(zip(names, (f'{i}.wav', f'text, number {i}', f's{i % 3}', f't{i % 2}'))) for i in range(12)]
+        lines = [json.dumps(r) for r in rows] if kind == 'jsonl' else [{'csv': ',', 'tsv': '\t'}[kind].join(f'"{v}"' for v in r) for r in (names, *map(dict.values, rows))]
+        return write(tmp_path / f'{len(os.listdir(tmp_path))}.{kind}', '\n'.join(lines))
+    source = {'name': 'a', 'path': table('file', 'sentence', 'speaker'), 'columns': {'audio': 'file', 'text': 'sentence'}}
+    assert prepare(tmp_path / 'out', (source,)).speakers == ['a/s0', 'a/s1', 'a/s2']
+    who = {**source, 'path': table('file', 'sentence', 'speaker', 'who'), 'columns': {**source['columns'], 'speaker': 'who'}}
+    assert prepare(tmp_path / 'who', (who,)).speakers == ['a/t0', 'a/t1']
+    assert prepare(tmp_path / 'none', ({**source, 'path': table('file', 'sentence')},)).speakers == []
+    for columns in ({}, {'columns': {'audio': 'audio', 'text': 'text'}}):
+        assert "column 'Speaker' is not 'speaker'" in prepare(tmp_path / f'near{len(columns)}', ({'name': 'a', 'path': table('audio', 'text', 'Speaker'), **columns},))
+
 def test_ljspeech(tmp_path, fake):
     os.mkdir(tmp_path / 'wavs')
     for i in range(3):
@@ -214,7 +230,8 @@ def test_ljspeech(tmp_path, fake):
     ('a.jsonl', '{"audio": "0.wav", "sentence": "x"}\n', "a.jsonl:1: no column 'text'"),
     ('a.csv', b'audio,text\n0.wav,ok\n1.wav,caf\xe9\n', 'a.csv:3: not UTF-8 (byte 0xe9), cp1252 or Latin-1?'),
     ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16'), 'a.csv:1: not UTF-8 (byte 0xff), UTF-16?'),
-    ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16-le'), 'a.csv:1: NUL bytes'), ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-32'), 'a.csv:1: not UTF-8'),
+    ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-16-le'), 'a.csv:1: NUL bytes'),
+    ('a.jsonl', '{"audio": "0.wav"}\n'.encode('utf-16-le'), 'a.jsonl:1: NUL bytes'), ('a.jsonl', '{"audio": \n{"audio": "0.wav", "sentence": "x"}\n', "a.jsonl:2: no column 'text'"), ('a.csv', 'audio,text\n0.wav,x\n'.encode('utf-32'), 'a.csv:1: not UTF-8'),
     ('a.csv', 'audio,text\r0.wav,x\r', 'a.csv:1: bad quotes'),
     ('a.csv', 'audio,text\n\n', 'no rows in'), ('a.csv', '', 'no rows in'),
     ('a.csv', 'audio|text|speaker\n0.wav|x|s\n', 'a.csv:1: [\'audio\', \'text\', \'speaker\']: not id|text'), ('a.csv', '0|s|en|x\n', 'a.csv:1: ['),
@@ -239,7 +256,7 @@ def test_a_wrong_source_is_an_error(tmp_path, fake, change, said):
     assert said in got and got.count('\n') == 1 and not os.path.exists(tmp_path / 'out.building')
 
 @pytest.mark.parametrize('flag, said', (
-    ('--max_seconds=-1', 'max_seconds'), ('--val_share=1.5', 'val_share'), ('--singleton_policy=drop', 'singleton_policy'), ('--min_clips_per_speaker=0', 'min_clips_per_speaker'),
+    ('--max_seconds=-1', 'max_seconds'), ('--val_share=1.5', 'val_share'), ('--val_share=1.0', 'val_share: 1.0 leaves no row to train on'), ('--singleton_policy=drop', 'singleton_policy'), ('--min_clips_per_speaker=0', 'min_clips_per_speaker'),
     ('--val_speakers=9', 'only 3 speakers'), ('--tokenizer=./nothing', 'no tokenizer.json'), ("--special_tokens={'a': 1}", 'five different ids'), ('--sources=()', 'sources: at least one'),
     ('--out_dir=/', 'out_dir: a folder to be made'), ('--out_dir=/proc', 'out_dir: a folder to be made'),       # a mounted folder can't be replaced
     *((f"--special_tokens={dict(zip(('start_of_speech', 'end_of_speech', 'start_of_text', 'end_of_text', 'tts_pad'), ids))}", 'five different ids below 261')
@@ -332,6 +349,9 @@ def test_odd_rows_are_counted_not_lost(tmp_path, fake):
     c = prepare(tmp_path / 'out2', ({'name': 'a', 'path': path},), '--max_reject_share=1')
     assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(2, 'text empty'), (3, 'text empty'), (4, 'field is not a string'), (5, 'not Unicode'),
         (6, 'audio file not found'), (7, 'line is not a JSON object'), (8, 'line is not JSON')] and len(c) == 1
+    for first, reason in (('{"audio": \n', 'line is not JSON'), ('[1]\n', 'line is not a JSON object')):      # the first line is one as any other
+        c = prepare(tmp_path / f'out_{len(first)}', ({'name': 'a', 'path': write(tmp_path / f'{len(first)}.jsonl', first + '{"audio": "0.wav", "text": "t"}\n')},), '--max_reject_share=0.5')
+        assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(1, reason)] and c.rows['line'].tolist() == [2]
     lines = [{'audio': {'bytes': 'abc'}}, {'audio': {'path': 5}}, {'audio': {'path': '0.wav'}}, {'lang': '\ud83d'}, {'lang': 'e\0s'}, {'lang': 7}, {'audio': 'a\0.wav'}, {'audio': 'x' * 5000}, {'text': {}}]
     path = write(tmp_path / 'odder.jsonl', ''.join(json.dumps({'audio': '1.wav', 'text': 't', 'lang': None, **x}) + '\n' for x in lines))
     c = prepare(tmp_path / 'out3', ({'name': 'a', 'path': path, 'columns': {'audio': 'audio', 'text': 'text', 'language': 'lang'}},), '--max_reject_share=1')
@@ -621,6 +641,15 @@ def test_what_only_the_join_needs_may_change_on_the_way(tmp_path, fake):
     assert files(prepare(out, (source,), '--val_speakers=1', '--val_share=0.2', '--singleton_policy=remove', '--min_clips_per_speaker=2').path) == want
     assert sys.modules['codec'].NanoCodec.calls == calls
     assert 'val_speakers: 1 there, 0 now' in prepare(out, (source,), '--val_share=0.2', '--singleton_policy=remove', '--min_clips_per_speaker=2')
+
+def test_a_corpus_without_a_row_to_train_on_is_refused(tmp_path, fake):
+    """Known at the join, by the settings' names. Other ones are joined from the units that are there."""
+    source, out = speech(tmp_path / 'in'), tmp_path / 'out'
+    got = prepare(out, (source,), '--val_share=0.999')
+    assert 'no row is left to train on: val_share 0.999 and val_speakers 0 hold out all 12' in got and got.count('\n') == 1 and not os.path.exists(out)
+    os.remove(tmp_path / 'out.building/lock')       # a process that ended lets go of its lock; this one lives on
+    calls = sys.modules['codec'].NanoCodec.calls
+    assert len(prepare(out, (source,), '--val_share=0.5').split('train')) and sys.modules['codec'].NanoCodec.calls == calls
 
 def test_reader_names_what_is_wrong(tmp_path, fake):
     good = prepare(tmp_path / 'out', (speech(tmp_path / 'in'),)).path

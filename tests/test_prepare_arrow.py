@@ -1,5 +1,6 @@
 """pytest tests/test_prepare_arrow.py          parquet and Hugging Face sources, tokenized and audio; seconds on CPU"""
 import io, json, os, resource, shutil, subprocess, sys
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -53,7 +54,7 @@ def test_tokenized_sources_of_every_form_give_the_same_corpus(tmp_path, fake):
     assert len(c) == 60 and c.speakers == ['a/s0', 'a/s1', 'a/s2'] and c.rows['line'].tolist() == list(range(1, 61))
     assert all(np.array_equal(c.codes(i), codes[i]) and said(c, i) == f'text, number {i}' for i in range(60))
     assert sys.modules['codec'].NanoCodec.calls == 0
-    monkey = lambda name, subset, split, streaming: (name, subset, split, streaming) == ('someone/speech', 'es', 'train', False) and data
+    monkey = lambda name, subset, split, streaming, revision=None: (name, subset, split, streaming, revision) == ('someone/speech', 'es', 'train', False, None) and data
     datasets.load_dataset, real = monkey, datasets.load_dataset     # a Hub name: the same call, without the Hub
     try:
         c = prepare(tmp_path / 'hub', ({'name': 'a', 'path': 'someone/speech', 'kind': 'hf', 'subset': 'es', 'max_rows': 10},))
@@ -99,6 +100,44 @@ def test_streaming_gives_the_same_corpus(tmp_path, fake, monkeypatch):
         return data
     monkeypatch.setattr(datasets, 'load_dataset', short)
     assert 'it ended before row 9; 9 rows were promised' in prepare(tmp_path / 'short', (stream,))
+
+@pytest.mark.parametrize('path', ('now', 'someone/speech'))
+def test_a_streamed_source_that_changes_is_refused(tmp_path, fake, monkeypatch, path):
+    """A folder, and a Hub name whose commits are folders here. Killed after two units: over other data neither the build nor then the corpus is taken for the same."""
+    datasets, hub = pytest.importorskip('datasets'), pytest.importorskip('huggingface_hub')
+    monkeypatch.chdir(tmp_path)
+    for name in ('old', 'new'):
+        os.mkdir(name)
+        columns, _ = tokens(60)
+        pq.write_table(pa.table({**columns, 'text': [f'{name} {t}' for t in columns['text']]}), f'{name}/train-0.parquet')
+    def turn(to):
+        shutil.rmtree('now', ignore_errors=True)
+        shutil.copytree(to, 'now')
+        commit[:] = [to]
+    commit, opened, load, savez = [], [], datasets.load_dataset, np.savez
+    monkeypatch.setattr(hub, 'HfApi', lambda: SimpleNamespace(dataset_info=lambda name: SimpleNamespace(sha=commit[0]) if name == path else 1 / 0))
+    monkeypatch.setattr(datasets, 'load_dataset', lambda name, *a, revision=None, **k: opened.append(revision) or load(name if name == 'now' else revision or commit[0], *a, **k))
+    args = (tmp_path / 'out', ({'name': 'a', 'path': path, 'kind': 'hf', 'streaming': True},), '--unit_rows=1')
+    def die(f, **k):
+        savez(f, **k)
+        if len([n for n in os.listdir('out.building') if n.endswith('.npz')]) == 1:
+            raise KeyboardInterrupt             # in the second
+    turn('old')
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(np, 'savez', die)
+        prepare(*args)
+    os.remove('out.building/lock')              # a dead process lets go of its lock; this one lives on
+    turn('new')
+    assert 'out.building was made with other settings (table_hashes.a: ' in prepare(*args)
+    turn('old')
+    c = prepare(*args)
+    assert [said(c, i) for i in range(len(c))] == [f'old text, number {i}' for i in range(60)]
+    turn('new')
+    assert 'out was made with other settings (table_hashes.a: ' in prepare(*args)
+    assert set(opened) == ({None} if path == 'now' else {None, 'old', 'new'})       # None: for the sizes alone
+    os.remove('now/train-0.parquet')
+    write(tmp_path / 'now/train-0.jsonl', json.dumps({k: v[0] for k, v in columns.items()}))
+    assert path != 'now' or 'now: no .parquet file in it' in prepare(*args)
 
 def test_a_missing_package_is_one_line(tmp_path, fake, monkeypatch):
     pq.write_table(pa.table(tokens(3)[0]), tmp_path / 'a.parquet')

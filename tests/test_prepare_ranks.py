@@ -5,7 +5,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from test_prepare import FAKE, TOKENIZER, fake, files, prepare, script_with_fake_codec, speech, write      # noqa: F401
+from prepare import Corpus
+from test_prepare import FAKE, ROOT, TOKENIZER, fake, files, prepare, script_with_fake_codec, speech, write      # noqa: F401
 from test_prepare_arrow import tokens
 
 @pytest.fixture
@@ -50,6 +51,25 @@ def test_ranks_share_the_work(tmp_path, fake, mixed):
     assert min(by) >= 2 and sum(by) == audio, by        # none waits for the other, none does the other's
     said, other = run()
     assert 'nothing to do' in said and not other
+
+def test_all_ranks_read_one_commit(tmp_path):
+    """A Hub dataset gets a commit while the ranks start: rank 1 finds it, and opens the one of rank 0 still. Here a commit is a folder."""
+    pytest.importorskip('datasets')
+    os.mkdir(tmp_path / '0')
+    pq.write_table(pa.table(tokens(60)[0]), tmp_path / '0/train-0.parquet')
+    start = ('import datasets, huggingface_hub, os, runpy, sys; from types import SimpleNamespace as N; load, rank = datasets.load_dataset, os.environ["RANK"]\n'
+             'huggingface_hub.HfApi = lambda: N(dataset_info=lambda name: N(sha=rank))\n'
+             f'datasets.load_dataset = lambda name, *a, revision=None, **k: print("opened", revision, file=sys.stderr) or load(f"{tmp_path}/{{revision or 0}}", *a, **k)\n'
+             'sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name="__main__")')
+    argv = [f'{ROOT}/prepare.py', f'--out_dir={tmp_path}/out', f"--sources={({'name': 'a', 'path': 'someone/speech', 'kind': 'hf', 'streaming': True},)!r}", f'--tokenizer={TOKENIZER}',
+            '--special_tokens={}', '--picture=False', '--check_rows=0', '--unit_rows=1']
+    with socket.create_server(('127.0.0.1', 0)) as s:
+        port = str(s.getsockname()[1])
+    ranks = [subprocess.Popen([sys.executable, '-c', start, *argv], cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env={**os.environ, 'OMP_NUM_THREADS': '1',
+                              'WORLD_SIZE': '2', 'RANK': str(r), 'LOCAL_RANK': str(r), 'MASTER_ADDR': '127.0.0.1', 'MASTER_PORT': port}) for r in range(2)]
+    said = [r.communicate(timeout=120)[1] for r in ranks]
+    assert not any(r.returncode for r in ranks), said
+    assert 'opened 0\n' in said[0] and 'opened 0\n' in said[1] and len(Corpus(f'{tmp_path}/out')) == 60
 
 def test_killed_at_random_moments(tmp_path, fake, mixed):
     """Twenty times, anywhere: while it starts, reads, encodes, joins or renames. Each run goes on; the end is an unbroken run's."""
