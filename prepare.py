@@ -509,7 +509,7 @@ def open_arrow(source):
         stop(f"{(files or [path])[0]}: has {len(layers)} token columns ({', '.join(layers)}), the codec {len(wanted)}: {', '.join(wanted.values())}")
     roles = {**(wanted if layers else {'audio': 'audio'}), 'text': 'text', **{k: k for k in ('speaker', 'encoded_len')[:1 + bool(layers)] if k in has}}
     roles.update((k, v) for k, v in given.items() if k != 'layers' and not (layers and k == 'audio'))
-    if not given and 'speaker' not in has and (near := [n for n in has if n.strip().lower() == 'speaker']):      # else every row would be a null row
+    if 'speaker' not in roles and (near := [n for n in has if n.strip().lower() == 'speaker']):      # else every row would be a null row
         stop(f"{(files or [path])[0]}: column {near[0]!r} is not 'speaker': rename it, or say which is which in the source's columns")
     ints = r'u?int(8|16|32|64)'
     types = {**{c: (rf'(large_|fixed_size_)?list<\w+: {ints}( not null)?>(\[\d+\])?', 'a list of ints') for c in layers},
