@@ -8,8 +8,8 @@ Preference training, second of three: listens to the rollouts of dpo_sample.py, 
 
 Heard once (facts.jsonl): decode -> energy and duration gate -> Whisper -> speaker similarity, a few groups at a time; a kill loses those
 in flight. Then rewards (scores.jsonl, a line a rollout) and pairs.json: tokens' places, rewards, and the frozen policy's log-probs with
-its hash. --eval writes report.json and report.png instead: rates of clean, timeout (cut at the frame cap), runaway (longer than
-plausible), empty (nothing heard), wrong (WER or shorter than plausible), by text length, voice and language.
+its hash. --eval writes report.json and report.png instead: rates of clean, timeout (cut at the frame cap), empty (nothing heard),
+runaway (longer than plausible), wrong (WER or shorter than plausible), by text length, voice and language.
 """
 import hashlib, io, json, os, re, sys
 from functools import cache
@@ -57,7 +57,7 @@ dtype = 'auto'                  # 'auto' = bfloat16 on cuda, float32 on cpu
 # -----------------------------------------------------------------------------
 HEARD = ('asr', 'language', 'asr_window', 'energy_floor', 'min_asr_seconds', 'speaker_model', 'codec', 'block_groups')
 WEIGHTS = ('w_wer', 'w_over', 'w_short', 'w_empty', 'w_similarity')
-KINDS = ('clean', 'timeout', 'runaway', 'empty', 'wrong')
+KINDS = ('clean', 'timeout', 'empty', 'runaway', 'wrong')           # faults in the order in which kind_of asks
 
 
 @cache
@@ -178,7 +178,7 @@ def draw(reports):
             for name, rep in reports.items() for r in [rep[heading].get(row)] if r]
     fig, ax = plt.subplots(figsize=(max(6, 0.7 * len(bars)), 4.5))
     bottom = [0.0] * len(bars)
-    for kind, color in zip(KINDS, ('tab:green', 'tab:red', 'tab:orange', 'tab:gray', 'tab:purple')):
+    for kind, color in zip(KINDS, ('tab:green', 'tab:red', 'tab:gray', 'tab:orange', 'tab:purple')):
         heights = [100 * r[kind] for _, r in bars]
         ax.bar(range(len(bars)), heights, bottom=bottom, color=color, label=kind)
         bottom = [a + b for a, b in zip(bottom, heights)]
@@ -190,6 +190,15 @@ def draw(reports):
     fig.savefig(picture)
     plt.close(fig)
     return picture.getvalue()
+
+
+def rollouts_hash(folder):
+    """Of what was spoken: rollouts that were made anew under the same name are neither what was heard nor what was paired."""
+    h = hashlib.sha256()
+    for name in ('index.jsonl', 'tokens.bin'):
+        with open(os.path.join(folder, name), 'rb') as f:
+            hashlib.file_digest(f, lambda: h)                           # both in one
+    return h.hexdigest()[:16]
 
 
 class Listener:
@@ -355,10 +364,7 @@ if __name__ == '__main__':
                 pass
         return found
 
-    # the rollouts too: made anew under the same name, they are not what was heard
-    spoken = hashlib.sha256(open(inside('rollouts', 'index.jsonl'), 'rb').read())
-    spoken.update(tokens)
-    heard_with = {k: config[k] for k in HEARD} | {'rollouts': spoken.hexdigest()[:16]}
+    heard_with = {k: config[k] for k in HEARD} | {'rollouts': rollouts_hash(inside('rollouts'))}
     if rank == 0:
         before = M.read_json(inside('heard.json')) if os.path.exists(inside('heard.json')) else heard_with
         before.setdefault('rollouts', heard_with['rollouts'])           # heard before this was kept
@@ -500,7 +506,7 @@ if __name__ == '__main__':
             packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in M.pack(rows, model.cfg).items()}
             with torch.autocast(device, compute, enabled=compute != torch.float32):         # as dpo_train.py computes
                 out = model(packed)
-            parts = M.trajectory_logprob(out, packed, torch.tensor([g['truncated'][k] for g, k in batch], device=device), p_floor)
+            parts = M.trajectory_logprob(out, packed, torch.tensor([g['truncated'][k] for g, k in batch], device=device), p_floor)      # [rows] each
             reference |= {(g['group'], k): values for (g, k), values in zip(batch, torch.stack(parts, 1).tolist())}
 
     def side(s):
@@ -513,7 +519,7 @@ if __name__ == '__main__':
         g = named[p['group_id']]
         rows.append({k: g[k] for k in ('group', 'prompt', 'text', 'lang', 'category', 'voice')} | {
             'tokens': g['laid_out'], 'gap': p['gap'], 'chosen': side(p['chosen']), 'rejected': side(p['rejected'])})
-    content = {'policy': meta['policy'], 'policy_hash': meta['policy_hash'], 'p_floor': p_floor, 'dtype': str(compute).removeprefix('torch.'),
+    content = {'policy': meta['policy'], 'policy_hash': meta['policy_hash'], 'rollouts': heard_with['rollouts'], 'p_floor': p_floor, 'dtype': str(compute).removeprefix('torch.'),
                **{k: meta[k] for k in ('codec', 'special_tokens', 'text_repetition')}, 'counts': reasons, 'config': config, 'pairs': rows}
     save(inside('pairs.json'), json.dumps(content, ensure_ascii=False))
     say(f"{inside('pairs.json')}: {len(rows):,} pairs" + ('' if rows else ': nothing to train on'))

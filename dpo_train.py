@@ -6,8 +6,9 @@ Preference training (DPO, Rafailov 2023), last of three: adapters and the stop h
     python dpo_sample.py config/dpo.py --run_name=round2 --ckpt=out/dpo/round1/merged   # and so on, the same three commands
 
 Written to out_dir/run_name: train/checkpoint-<step>/ (adapter and stop head; merge.py folds any of them), train/metrics.jsonl, train/curves.png, and
-at the end merged/, an ordinary checkpoint. The reference log-probs are those in pairs.json: no second model is loaded. At step 0 the loss is ln 2
-and every margin 0, or the run stops. Started again, it goes on from the newest adapter. SIGTERM saves and ends with exit code 0.
+at the end merged/, an ordinary checkpoint. The reference log-probs are those in pairs.json: no second model is loaded. Before step 0 every pair, held
+out or not, is run through once: each loss is ln 2 and each margin 0, or the run stops. Started again, it goes on from the newest adapter.
+SIGTERM saves and ends with exit code 0.
 """
 import json, math, os, sys
 
@@ -21,7 +22,7 @@ stop_weight = 1.0               # of the stop log-probs beside the codes'; 0 = t
 length_normalize = True         # False: log-probs of whole rollouts, long ones weigh more
 pair_weights = 'linear'         # by reward gap: 'linear' 1 + gap/gap_scale, 'clip' gap/gap_scale, 'none'
 gap_scale = 3.5
-gap_largest = 4.0               # weights are clipped to [1/gap_largest, gap_largest], mean 1
+gap_largest = 4.0               # weights are clipped to [1/gap_largest, gap_largest], and relative within a step
 hold_out = 0.1                  # share of prompts whose pairs are not trained on, to watch; 0 = none
 # adapters
 lora_rank = 16
@@ -37,7 +38,6 @@ gradient_accumulation = 4       # micro-batches a step
 epochs = 2
 max_steps = 0                   # ends earlier; 0 = as many as the epochs give
 warmup_steps = 100              # at most a tenth of the run
-weight_decay = 0.0
 grad_clip = 1.0                 # global norm; 0 = off
 max_bad_steps = 5               # so many steps in a row with a non-finite gradient end the run; each is skipped and named
 # logging, saving
@@ -62,7 +62,7 @@ def validate():
     for name in ('beta', 'gap_scale', 'lora_rank', 'lora_alpha', 'batch_size', 'gradient_accumulation', 'epochs', 'log_interval', 'save_interval',
                  'max_bad_steps'):
         rule(config[name] > 0, f'{name} must be above 0, got {config[name]}')
-    for name in ('stop_weight', 'learning_rate', 'stop_lr', 'max_steps', 'warmup_steps', 'weight_decay', 'grad_clip', 'eval_interval',
+    for name in ('stop_weight', 'learning_rate', 'stop_lr', 'max_steps', 'warmup_steps', 'grad_clip', 'eval_interval',
                  'keep_checkpoints', 'lora_last_n_layers', 'seed'):
         rule(config[name] >= 0, f'{name} must not be negative, got {config[name]}')
     rule(gap_largest >= 1, f'gap_largest must be at least 1, got {gap_largest}')
@@ -74,7 +74,7 @@ def validate():
     rule(dtype in ('auto', 'float32', 'bfloat16'), f"dtype is 'auto', 'float32' or 'bfloat16', got {dtype!r}")
     rule(os.path.isfile(os.path.join(run, 'pairs.json')), f'{run}/pairs.json does not exist (make it with dpo_score.py)')
     if bad:
-        if os.environ.get('RANK', '0') == '0':
+        if os.environ.get('LOCAL_RANK', '0') == '0':
             print('dpo_train.py: ' + '; '.join(bad), file=sys.stderr)
         sys.exit(2)
 
@@ -89,6 +89,7 @@ import torch.distributed as dist
 
 import lora
 import model as gepard
+from dpo_score import rollouts_hash
 
 # ---- setup
 
@@ -98,7 +99,7 @@ say = (lambda *a: print(*a, flush=True)) if rank == 0 else lambda *a: None
 
 
 def fail(message):
-    if rank == 0:
+    if local_rank == 0:                             # of each node: what is wrong may be wrong on one
         print('dpo_train.py: ' + ' '.join(str(message).split()), file=sys.stderr, flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -141,6 +142,8 @@ try:
     if os.path.getsize(where) % 16 or os.path.getsize(where) < 16 * max((p[side]['start'] + p[side]['frames'] for p in pairs for side in ('chosen', 'rejected')), default=0):
         fail(f'{where}: shorter than what pairs.json was made from, or cut inside a frame: damaged')
     tokens = np.memmap(where, '<u2', 'r').reshape(-1, 8)
+    if 'rollouts' in content and content['rollouts'] != rollouts_hash(os.path.join(run, 'rollouts')):      # older pairs.json do not say
+        fail(f'{run}/rollouts: not those that pairs.json was made from: make it anew with dpo_score.py')
 except BlockingIOError:
     fail(f'another run is writing to {train_dir}')
 except KeyError as e:
@@ -187,7 +190,7 @@ cast = torch.autocast(device, compute) if compute != torch.float32 else nullcont
 trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
 split = {'adapters': [p for n, p in trained.items() if 'lora_' in n], 'stop head': [p for n, p in trained.items() if 'lora_' not in n]}
 groups = [{'params': ps, 'lr': lr, 'base_lr': lr, 'name': name} for (name, ps), lr in zip(split.items(), (learning_rate, stop_lr)) if ps]
-optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay)
+optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), eps=1e-8, weight_decay=0)
 if state:
     optimizer.load_state_dict(state['optimizer'])
 
@@ -201,7 +204,7 @@ weights = gepard.gap_weights(torch.tensor([p['gap'] for p in train]), pair_weigh
 weights = torch.ones(len(train)) if weights is None else weights
 with torch.no_grad():
     model.eval()
-    prefixes = {v: model.voices([references.get(v)])[0] for v in sorted({p['voice'] for p in pairs})} if cfg.num_queries else {}
+    prefixes = {v: model.voices([references.get(v)])[0] for v in sorted({p['voice'] for p in pairs})} if cfg.num_queries else {}     # {voice: [8, d]}
 per_step = batch_size * gradient_accumulation * world
 steps_per_epoch = max(1, len(train) // per_step)
 total_steps = min(max_steps or 10 ** 9, epochs * steps_per_epoch)
@@ -223,14 +226,14 @@ def plan(step):
 LOGGED = ('loss', 'accuracy', 'margin', 'chosen', 'rejected', 'chosen_drift', 'rejected_drift', 'stop_chosen', 'stop_rejected')
 
 def both_sides(batch):
-    """Pairs -> what is LOGGED of each, in order: chosen and rejected in one packed forward; log-probs a frame, drift: from the reference."""
+    """Pairs -> what is LOGGED of each, in order, [pairs]: chosen and rejected in one packed forward; log-probs a frame, drift: from the reference."""
     sides = [(p, p[k]) for k in ('chosen', 'rejected') for p in batch]
     rows = [{'text': p['tokens'], 'codes': np.array(tokens[s['start']:s['start'] + int(s['frames'])])}
             | ({'prefix': prefixes[p['voice']].cpu()} if prefixes else {}) for p, s in sides]
     packed = {k: v.to(device) if torch.is_tensor(v) else v for k, v in gepard.pack(rows, cfg).items()}
     with cast:
         out = model(packed)
-    code, stop, frames = gepard.trajectory_logprob(out, packed, torch.tensor([s['truncated'] for _, s in sides], device=device), p_floor)
+    code, stop, frames = gepard.trajectory_logprob(out, packed, torch.tensor([s['truncated'] for _, s in sides], device=device), p_floor)      # [2 pairs] each, chosen first
     ref_code, ref_stop = (torch.tensor([s[k] for _, s in sides], device=device) for k in ('ref_tokens', 'ref_stop'))
     pi, ref = (gepard.combine(a, b, frames, stop_weight, length_normalize) for a, b in ((code, stop), (ref_code, ref_stop)))
     (chosen, rejected), (ref_chosen, ref_rejected), (stop_chosen, stop_rejected) = (x.chunk(2) for x in (pi, ref, stop / frames))
@@ -266,10 +269,18 @@ def factor(step):
 def save():
     path = os.path.join(train_dir, f'checkpoint-{step}')
     if rank == 0 and path != gepard.latest_checkpoint(train_dir, file='adapter.safetensors'):
-        shutil.rmtree(path, ignore_errors=True)                         # of that name and not whole: not ours
+        # dpo_sample.py names folders absolutely; whether this one is still there says nothing
+        metadata = {'stage': 'dpo', 'step': step, 'parent': content['policy'], 'parent_kind': 'folder' if os.path.isabs(content['policy']) else 'hub',
+                    'config': config, 'pairs': len(train), 'counts': content['counts'],
+                    'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__}}
+
+        def extra(folder):
+            torch.save({'optimizer': optimizer.state_dict(), 'step': step, 'per_step': per_step}, os.path.join(folder, 'resume.pt'))
+            gepard.write_json(os.path.join(folder, 'training_metadata.json'), metadata)
         with writing(path):
-            lora.save_adapter(path, lora.adapter_state(model), adapter | {'step': step}, content['policy'], base_hash,
-                              lambda folder: torch.save({'optimizer': optimizer.state_dict(), 'step': step, 'per_step': per_step}, os.path.join(folder, 'resume.pt')))
+            if os.path.isdir(path):
+                os.rmdir(path)                                          # in the way; with files in it, it is not ours to remove
+            lora.save_adapter(path, lora.adapter_state(model), adapter | {'step': step}, content['policy'], base_hash, extra)
         for _, old in gepard.checkpoints(train_dir, file='adapter.safetensors')[:-keep_checkpoints] if keep_checkpoints else []:
             shutil.rmtree(old)
         say(f'saved {path}')
@@ -299,22 +310,14 @@ def curves():
 # ---- the loop
 
 metrics_path = os.path.join(train_dir, 'metrics.jsonl')
-if rank == 0:                                                           # drop what a resumed run will write again, and a line cut by a kill
-    kept = []
-    for line in open(metrics_path, encoding='utf-8') if os.path.exists(metrics_path) else []:
-        try:
-            kept += [line] if json.loads(line)['step'] <= step else []
-        except (ValueError, KeyError):
-            pass
-    with writing(metrics_path), open(metrics_path + '.tmp', 'w', encoding='utf-8') as f:
-        f.writelines(kept if step else [])
-    os.replace(metrics_path + '.tmp', metrics_path)
+if rank == 0:
+    with writing(metrics_path):
+        gepard.keep_lines(metrics_path, step or -1)
 
 
 def record(values):
     if rank == 0:
-        with writing(metrics_path), open(metrics_path, 'a', encoding='utf-8') as f:
-            f.write(json.dumps({'step': step, **values}) + '\n')
+        gepard.append_line(metrics_path, json.dumps({'step': step, **values}))
 
 
 def warn(values):
@@ -332,14 +335,20 @@ model.train()
 bad_steps, window, clock = 0, [], time.time()
 if step == 0:                                                           # nothing has been trained: policy = reference, or something is not what it seems
     model.eval()
+    own = pairs[rank::world] or pairs[:1]
     with torch.no_grad():
-        r = both_sides([train[i] for i in plan(0)[:max(batch_size, 2)]])
+        r = [both_sides(own[n:n + 8 * batch_size]) for n in range(0, len(own), 8 * batch_size)]         # without gradients there is room for as many at once
     model.train()
-    loss, off = float(r['loss'].mean()), max(float(r[k].abs().mean()) for k in ('chosen_drift', 'rejected_drift'))
-    allowed = (1e-3 if compute == torch.float32 else 0.05) * (1 if length_normalize else 100)      # 16 bits round differently in other batches
-    say(f"step 0: loss {loss:.4f} (ln 2 = {math.log(2):.4f}), margin {float(r['margin'].mean()):+.4f}, log-probs {off:.1e} from the reference")
-    if not off <= allowed or not abs(loss - math.log(2)) <= beta * allowed:
-        fail(f'at step 0 the policy differs from the reference by {off:.3g} (at most {allowed:g}): pairs.json is not of this policy or layout')
+    loss, margin, *drift = (torch.cat([b[k] for b in r]).abs() for k in ('loss', 'margin', 'chosen_drift', 'rejected_drift'))
+    worst = torch.stack([loss.max(), margin.max(), torch.cat(drift).max(), torch.cat(drift).mean()]).nan_to_num(nan=math.inf)
+    if ddp:
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
+    loss, margin, off, mean = worst.tolist()
+    # 16 bits round differently in other batches, most in rollouts of two or three frames
+    allowed, usual = (x * (1 if length_normalize else 100) for x in ((1e-3, 1e-3) if compute == torch.float32 else (1.0, 0.05)))
+    say(f'step 0, the largest of {len(pairs):,} pairs: loss {loss:.4f} (ln 2 = {math.log(2):.4f}), margin {margin:.4f}, log-probs {off:.1e} from the reference')
+    if not (off <= allowed and mean <= usual):
+        fail(f'at step 0 the policy differs from the reference by up to {off:.3g}, {mean:.3g} in the mean (at most {allowed:g} and {usual:g}): pairs.json is not of this policy or layout')
 if eval_interval and held and step == 0:
     record(evaluate())
 while step < total_steps:
@@ -399,21 +408,12 @@ while step < total_steps:
         say(f'stopped by SIGTERM at step {step}')
         break
 
-# ---- the end: an ordinary checkpoint, in the base's dtype
+# ---- the end: an ordinary checkpoint, as merge.py makes it
 
 if step >= total_steps and rank == 0:
-    weights_dtype = getattr(torch, gepard.read_json(os.path.join(base, 'gepard_config.json')).get('model_dtype') or 'float32')
-    policy, _ = gepard.load_checkpoint(base)
-    merged = lora.fold_state(policy.state_dict(), lora.adapter_state(model), adapter)
-    path = os.path.join(base, 'training_metadata.json')
-    before = gepard.read_json(path) if os.path.exists(path) else {}
-    metadata = {'stage': 'dpo', 'step': step, 'parent': content['policy'], 'parent_kind': 'folder' if os.path.isdir(content['policy']) else 'hub',
-                'parent_hash': base_hash, 'config': config, 'pairs': len(train), 'counts': content['counts'],
-                'versions': {'python': sys.version.split()[0], 'torch': torch.__version__, 'numpy': np.__version__},
-                'history': before.pop('history', []) + [before] * bool(before)}
     with writing(merged_dir):
         curves()
-        gepard.save_checkpoint(merged_dir, {k: v.to(weights_dtype) for k, v in merged.items()}, cfg, base, metadata)
+        lora.merge(os.path.join(train_dir, f'checkpoint-{step}'), base, merged_dir)
     say(f'{merged_dir}: the merged checkpoint')
 if ddp:
     dist.barrier()

@@ -4,14 +4,16 @@ LoRA, Hu 2021: a frozen linear layer plus a trained low-rank change, y = W x + a
 Inject after the base weights are loaded, before FSDP and compile; both see plain modules. q_proj.weight becomes q_proj.base.weight,
 beside q_proj.lora_A and lora_B. An adapter folder: adapter.safetensors, adapter_config.json (parent's hash included), never the base.
 """
-import hashlib, math, os
+import hashlib, math, os, shutil
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from safetensors.torch import save_file
 
-from model import read_json, read_tensors, write_folder, write_json
+from model import TOKENIZER_FILES, config_from_json, read_json, read_tensors, write_folder, write_json
+
+KEYS = ('rank', 'alpha', 'dropout', 'targets', 'layers', 'parent', 'parent_hash', 'tensors')    # of adapter_config.json; a stage adds its own
 
 
 class LoRALinear(nn.Module):
@@ -91,9 +93,12 @@ def save_adapter(path, state, config, parent, parent_hash, extra=None):
 def read_adapter(path, parent=None):
     """Adapter folder -> tensors, config. parent: folder of the base; its weights must be those it was trained on."""
     config = read_json(os.path.join(path, 'adapter_config.json'))
+    lacking = [k for k in KEYS if k not in config]
+    if lacking:
+        raise ValueError(f'{path}/adapter_config.json: no {", ".join(lacking)}')
     state = read_tensors(path, 'adapter.safetensors')
-    if len(state) != config.get('tensors'):
-        raise ValueError(f"{path}: {len(state)} tensors in adapter.safetensors, {config.get('tensors')} saved according to adapter_config.json")
+    if len(state) != config['tensors']:
+        raise ValueError(f"{path}: {len(state)} tensors in adapter.safetensors, {config['tensors']} saved according to adapter_config.json")
     if parent is not None and tensors_hash(parent) != config['parent_hash']:
         raise ValueError(f"{path}: made from {config['parent']}, whose weights are not those of {parent}")
     return state, config
@@ -147,3 +152,56 @@ def fold_state(base, adapter, config):
         elif kind != 'lora_B':
             out[key] = t.to(base[key].dtype)
     return out
+
+
+def check(weights, adapter, config, path, base):
+    """Raise ValueError unless every tensor that the adapter's config promises is there, whole and fits the base's weights."""
+    inside = [k for k in weights if '.lora_' in k or '.base.' in k]
+    if inside:
+        raise ValueError(f'{base}: adapters inside model.safetensors ({inside[0]}): merge them before this one')
+    want = {}
+    for i in config['layers']:
+        for target in config['targets']:
+            found = [k.removesuffix('.weight') for k in weights if k.startswith(f'model.layers.{i}.') and k.endswith(f'.{target}.weight')]
+            if not found:
+                raise ValueError(f'{base}: no {target} in layer {i}, where {path} has adapters')
+            for name in found:
+                rows, columns = weights[f'{name}.weight'].shape
+                want |= {f'{name}.lora_A': [config['rank'], columns], f'{name}.lora_B': [rows, config['rank']]}
+    missing = [k for k in want if k not in adapter]
+    if missing:
+        raise ValueError(f'{path}/adapter.safetensors: {len(missing)} tensors missing, the first is {missing[0]}')
+    for name, t in adapter.items():
+        shape = want.get(name) or (list(weights[name].shape) if name in weights else None)
+        if shape is None:
+            raise ValueError(f'{path}/adapter.safetensors: {name} has no place in {base}')
+        if list(t.shape) != shape:
+            raise ValueError(f'{path}/adapter.safetensors: {name} is {list(t.shape)} instead of {shape}')
+        if not t.isfinite().all():
+            raise ValueError(f'{path}/adapter.safetensors: {name} is not finite')
+
+
+def merge(path, base, out):
+    """An adapter folder and the folder of its base -> out, an ordinary checkpoint. What was not trained is the base's: tensors and dtypes,
+    files, unknown keys. ValueError where they do not fit. Returns the base's tensors, the merged ones, the adapter's and its config."""
+    adapter, config = read_adapter(path, base)              # the hash of the base's weights is compared here
+    layout = read_json(os.path.join(base, 'gepard_config.json'))
+    config_from_json(layout, f'{base}/gepard_config.json')
+    weights = read_tensors(base)
+    check(weights, adapter, config, path, base)
+    merged = {k: t.contiguous() for k, t in fold_state(weights, adapter, config).items()}
+    layout['text_repetition'] = config.get('text_repetition', layout['text_repetition'])
+    # what the stage said of itself, then how it got here: the stages before, oldest first
+    own, before = (read_json(f) if os.path.exists(f) else {} for f in (os.path.join(folder, 'training_metadata.json') for folder in (path, base)))
+    metadata = {k: v for k, v in config.items() if k not in KEYS} | own
+    metadata |= {'parent': config['parent'], 'adapter': {k: config[k] for k in KEYS if k != 'parent'}, 'history': before.pop('history', []) + [before] * bool(before)}
+
+    def write(folder):
+        save_file(merged, os.path.join(folder, 'model.safetensors'), metadata={'format': 'pt'})
+        write_json(os.path.join(folder, 'gepard_config.json'), layout)
+        write_json(os.path.join(folder, 'training_metadata.json'), metadata)
+        for name in ('config.json', *TOKENIZER_FILES):                  # the rotary factor stands twice in config.json: untouched
+            if name == 'config.json' or os.path.exists(os.path.join(base, name)):
+                shutil.copyfile(os.path.join(base, name), os.path.join(folder, name))
+    write_folder(out, write)
+    return weights, merged, adapter, config

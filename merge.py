@@ -26,43 +26,10 @@ def fail(message):
     print('merge.py: ' + ' '.join(str(message).split()), file=sys.stderr)
     sys.exit(2)
 
-import shutil
-
-import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 import model as M
-from lora import fold_state, read_adapter
-
-LORA_KEYS = ('rank', 'alpha', 'dropout', 'targets', 'layers', 'parent', 'parent_hash', 'tensors')    # what lora.py itself keeps
-
-
-def check(weights, adapter, config):
-    """Raise ValueError unless every tensor that the adapter's config promises is there, whole and fits the base."""
-    inside = [k for k in weights if '.lora_' in k or '.base.' in k]
-    if inside:
-        raise ValueError(f'{base_folder}: adapters inside model.safetensors ({inside[0]}): merge them before this one')
-    want = {}
-    for i in config['layers']:
-        for target in config['targets']:
-            found = [k.removesuffix('.weight') for k in weights if k.startswith(f'model.layers.{i}.') and k.endswith(f'.{target}.weight')]
-            if not found:
-                raise ValueError(f'{base_folder}: no {target} in layer {i}, where {ckpt} has adapters')
-            for name in found:
-                rows, columns = weights[f'{name}.weight'].shape
-                want |= {f'{name}.lora_A': [config['rank'], columns], f'{name}.lora_B': [rows, config['rank']]}
-    missing = [k for k in want if k not in adapter]
-    if missing:
-        raise ValueError(f'{ckpt}/adapter.safetensors: {len(missing)} tensors missing, the first is {missing[0]}')
-    for name, t in adapter.items():
-        shape = want.get(name) or (list(weights[name].shape) if name in weights else None)
-        if shape is None:
-            raise ValueError(f'{ckpt}/adapter.safetensors: {name} has no place in {base_folder}')
-        if list(t.shape) != shape:
-            raise ValueError(f'{ckpt}/adapter.safetensors: {name} is {list(t.shape)} instead of {shape}')
-        if not t.isfinite().all():
-            raise ValueError(f'{ckpt}/adapter.safetensors: {name} is not finite')
+from lora import merge, read_adapter
 
 
 def rounding(weights, merged, adapter, config):
@@ -73,16 +40,6 @@ def rounding(weights, merged, adapter, config):
         lost += float((merged[f'{name}.weight'].float() - weights[f'{name}.weight'].float() - delta).square().sum())
         change += float(delta.square().sum())
     return (lost / change) ** 0.5 if change else 0.0
-
-
-def write(folder):
-    save_file(merged, os.path.join(folder, 'model.safetensors'), metadata={'format': 'pt'})
-    shutil.copyfile(os.path.join(base_folder, 'config.json'), os.path.join(folder, 'config.json'))  # the rotary factor stands twice in it: untouched
-    M.write_json(os.path.join(folder, 'gepard_config.json'), layout)
-    M.write_json(os.path.join(folder, 'training_metadata.json'), metadata)
-    for name in M.TOKENIZER_FILES:
-        if os.path.exists(os.path.join(base_folder, name)):
-            shutil.copyfile(os.path.join(base_folder, name), os.path.join(folder, name))
 
 
 ckpt = (M.latest_checkpoint(ckpt, file='adapter.safetensors') or ckpt).rstrip('/')
@@ -98,30 +55,13 @@ if not os.path.exists(os.path.join(ckpt, 'adapter.safetensors')):
 if os.path.exists(out):
     fail(f'{out} exists already: merged before? Choose another --out')
 try:
-    config = M.read_json(os.path.join(ckpt, 'adapter_config.json'))
-    lacking = [k for k in LORA_KEYS if k not in config]
-    if lacking:
-        fail(f'{ckpt}/adapter_config.json: no {", ".join(lacking)}')
-    base = base or config['parent']
+    base = base or read_adapter(ckpt)[1]['parent']
     try:
         base_folder = M.local_or_hub(M.latest_checkpoint(base) or base, ['*.json', '*.safetensors', '*.txt', '*.jinja'])
     except Exception as e:      # the Hub's client has many kinds
         fail(f'base {base!r}: {e}; --base= names it where it is now')
-    adapter, config = read_adapter(ckpt, base_folder)       # the hash of the base's weights is compared here
-    layout = M.read_json(os.path.join(base_folder, 'gepard_config.json'))
-    M.config_from_json(layout, f'{base_folder}/gepard_config.json')
-    weights = M.read_tensors(base_folder)
-    check(weights, adapter, config)
-
-    merged = {k: t.contiguous() for k, t in fold_state(weights, adapter, config).items()}
-    layout['text_repetition'] = config.get('text_repetition', layout['text_repetition'])
-    # what the stage said of itself, then how it got here: the stages before, oldest first
-    own, before = os.path.join(ckpt, 'training_metadata.json'), os.path.join(base_folder, 'training_metadata.json')
-    before = M.read_json(before) if os.path.exists(before) else {}
-    metadata = {k: v for k, v in config.items() if k not in LORA_KEYS} | (M.read_json(own) if os.path.exists(own) else {})
-    metadata |= {'parent': config['parent'], 'adapter': {k: config[k] for k in LORA_KEYS if k != 'parent'},
-                 'history': before.pop('history', []) + [before] * bool(before)}
-    M.write_folder(out, write)
+    weights, merged, adapter, config = merge(ckpt, base_folder, out)
+    repetition = M.read_json(os.path.join(out, 'gepard_config.json'))['text_repetition']
 except (OSError, ValueError) as e:
     fail(e)
 except SafetensorError as e:        # disk full
@@ -134,5 +74,5 @@ print(f"{ckpt}: {folded} adapters of rank {config['rank']}, alpha {config['alpha
       + (f'; taken over whole: {", ".join(trained)}' if trained else ''))
 if dtype != 'float32':
     print(f'rounding to {dtype} loses {rounding(weights, merged, adapter, config):.1%} of the change to the weights')
-print(f"text repetition: {'on' if layout['text_repetition']['enabled'] else 'off'}, from {'the adapter' if 'text_repetition' in config else 'the base: the adapter says nothing'}")
+print(f"text repetition: {'on' if repetition['enabled'] else 'off'}, from {'the adapter' if 'text_repetition' in config else 'the base: the adapter says nothing'}")
 print(f'{out}: {len(merged)} tensors, {dtype}')

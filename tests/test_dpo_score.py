@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import lora
 import model as M
-from dpo_score import KINDS, Listener, kind_of, make_pairs, normalise, rates, reward, stress_report, table
+from dpo_score import KINDS, Listener, kind_of, make_pairs, normalise, rates, reward, rollouts_hash, stress_report, table
 from test_sample import SPECIAL, TOKENIZER
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -84,6 +84,8 @@ def score(kind='clean', **kw):
 
 def test_kinds():
     assert [kind_of(score(k)) for k in KINDS] == list(KINDS)
+    faults = dict(truncated=True), dict(empty=True), dict(seconds=9.0), dict(wer=1.0)       # with several: the first in the order of KINDS
+    assert [kind_of(score(**{k: v for f in faults[n:] for k, v in f.items()})) for n in range(5)] == [*KINDS[1:], 'clean']
     assert kind_of(score(seconds=0.4)) == 'wrong' and kind_of(score(wer=0.2)) == 'clean' and kind_of(score(wer=0.2), max_wer=0.1) == 'wrong'
 
 
@@ -200,6 +202,7 @@ def test_hearing_and_pairs(heard):
     pairs = M.read_json(place / 'out' / 'round1' / 'pairs.json')
     assert [(p['group'], p['chosen']['k'], p['rejected']['k']) for p in pairs['pairs']] == [('4/0', 0, 1)]
     assert pairs['counts'] == {'groups': 5, 'paired': 1, 'pairs': 1, 'blank_text': 1, 'no_chosen': 2, 'no_rejected': 1, 'no_margin': 0}
+    assert pairs['rollouts'] == M.read_json(place / 'out' / 'round1' / 'heard.json')['rollouts'] == rollouts_hash(place / 'out' / 'round1' / 'rollouts')
     assert pairs['policy_hash'] == lora.tensors_hash(place / 'policy') and pairs['pairs'][0]['chosen']['ref_tokens'] < 0
 
 

@@ -3,16 +3,17 @@ dpo_train.py as a user runs it, on pairs from the rollouts of a small random che
 
     pytest tests/test_dpo_train.py
 """
-import json, math, os, resource, shutil, signal, subprocess, sys, time
+import filecmp, json, math, os, resource, shutil, signal, subprocess, sys, time
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import lora
 import model as M
 from test_dpo_sample import path, place, run as sample      # place is a fixture
+from test_merge import run as merge
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FLAGS = ['--batch_size=2', '--gradient_accumulation=4', '--epochs=4', '--warmup_steps=1', '--learning_rate=3e-3', '--stop_lr=3e-3', '--log_interval=1', '--eval_interval=4',
@@ -84,7 +85,7 @@ def test_stored_log_probs_by_brute_force(trained):
 def test_training(trained):
     """ln 2 and no margin at step 0, then the chosen side wins; what is written is an ordinary checkpoint that speaks the next round."""
     place, text = trained
-    assert f'loss 0.6931 (ln 2 = {math.log(2):.4f}), margin +0.0000' in text or 'margin -0.0000' in text, text
+    assert f'step 0, the largest of 24 pairs: loss 0.6931 (ln 2 = {math.log(2):.4f}), margin 0.0000' in text, text
     r = log(place, 'whole')
     last = max(r)
     assert r[1]['loss'] == pytest.approx(math.log(2), abs=0.02) and r[last]['loss'] < 0.6 and r[last]['accuracy'] > 0.8 and r[last]['margin'] > 0.2
@@ -166,11 +167,51 @@ def test_full_disk(trained):
     shutil.copytree(f'{place}/out/other', f'{place}/out/full')
     size = os.path.getsize(f'{place}/out/whole/train/checkpoint-2/adapter.safetensors')
     assert os.path.getsize(f'{place}/out/whole/train/curves.png') > 2 * size
-    for disk, file in ((100, 'train/metrics.jsonl'), (size - 1, 'train/checkpoint-2'), (2 * size + 20000, 'merged')):
+    for disk, file in ((100, 'train/checkpoint-2'), (size - 1, 'train/checkpoint-2'), (2 * size + 20000, 'merged')):
         text = script('dpo_train.py', place, 'full', *FLAGS, code=2, disk=disk)
+        assert ('train/metrics.jsonl: a line is not written' in text) == (disk == 100)      # named, and not worth the run
         assert text.rstrip().splitlines()[-1].startswith(f'dpo_train.py: {place}/out/full/{file}: not written (') and 'Traceback' not in text, text
     script('dpo_train.py', place, 'full', *FLAGS)
     assert open(f'{place}/out/full/merged/model.safetensors', 'rb').read() == open(f'{place}/out/whole/merged/model.safetensors', 'rb').read()
+
+
+def test_merged_as_merge_py_does(trained, capsys):
+    """One adapter through both is one checkpoint. What the base lacks, its dtypes and foreign keys stay; the policy has moved since, and stays a folder."""
+    place, _ = trained
+    run, base = shutil.copytree(f'{place}/out/other', f'{place}/out/moved'), shutil.copytree(f'{place}/policy/checkpoint-3', f'{place}/new/base')
+    weights = load_file(f'{base}/model.safetensors')
+    save_file({k: t for k, t in weights.items() if not k.startswith('supcon_head.')}, f'{base}/model.safetensors', metadata={'format': 'pt'})
+    for name, more in (('config.json', {'theirs': 1}), ('gepard_config.json', {'theirs': [2], 'model_dtype': 'bfloat16'})):
+        M.write_json(f'{base}/{name}', M.read_json(f'{base}/{name}') | more)
+    M.write_json(f'{run}/pairs.json', M.read_json(f'{run}/pairs.json') | {'policy': '/gone/policy', 'policy_hash': lora.tensors_hash(base)})
+    script('dpo_train.py', place, 'moved', *FLAGS, f'--ckpt={base}', '--max_steps=1')
+    merge(capsys, 'merge.py', f'--ckpt={run}/train', f'--base={base}')
+    files = sorted(os.listdir(f'{run}/merged'))
+    assert filecmp.cmpfiles(f'{run}/merged', f'{run}/train/checkpoint-1-merged', files, shallow=False) == (files, [], []) and files == sorted(os.listdir(base))
+    merged = load_file(f'{run}/merged/model.safetensors')
+    assert {k: (t.dtype, t.shape) for k, t in merged.items()} == {k: (t.dtype, t.shape) for k, t in weights.items() if not k.startswith('supcon_head.')}
+    assert filecmp.cmp(f'{run}/merged/config.json', f'{base}/config.json', shallow=False) and M.read_json(f'{run}/merged/gepard_config.json') == M.read_json(f'{base}/gepard_config.json')
+    meta = M.read_json(f'{run}/merged/training_metadata.json')
+    assert (meta['parent'], meta['parent_kind'], meta['pairs']) == ('/gone/policy', 'folder', 18) and {'counts', 'versions', 'config'} <= meta.keys()
+    assert (meta['adapter']['rank'], meta['adapter']['alpha'], meta['adapter']['targets']) == (16, 32.0, ['q_proj', 'v_proj'])
+
+
+def test_resume_of_other_rollouts(trained):
+    """Rollouts or pairs made anew under the same name are not gone on with; a pairs.json of before does not say whose it is, and is taken."""
+    place, _ = trained
+    run = shutil.copytree(f'{place}/out/whole', f'{place}/out/again')
+    for gone in ('merged', f"train/checkpoint-{max(log(place, 'whole'))}"):
+        shutil.rmtree(f'{run}/{gone}')
+    file, where = f'{run}/pairs.json', f'{run}/rollouts/tokens.bin'
+    content, whole = M.read_json(file), open(where, 'rb').read()
+    open(where, 'wb').write(whole[16:] + whole[:16])
+    assert 'again/rollouts: not those that pairs.json was made from' in script('dpo_train.py', place, 'again', *FLAGS, code=2)
+    open(where, 'wb').write(whole)
+    M.write_json(file, content | {'counts': {}})
+    assert 'was trained with other pairs' in script('dpo_train.py', place, 'again', *FLAGS, code=2)
+    shutil.rmtree(f'{run}/train')
+    M.write_json(file, {k: v for k, v in content.items() if k != 'rollouts'})
+    script('dpo_train.py', place, 'again', *FLAGS, '--max_steps=1')
 
 
 def test_refusals(trained):
@@ -184,8 +225,9 @@ def test_refusals(trained):
         assert message in text and 'Traceback' not in text, text
     refused('is not the policy that made the pairs', f'--ckpt={place}/out/whole/merged')
     refused('was made with text_repetition', text_repetition=content['text_repetition'] | {'enabled': False})
-    shifted = [p | {'chosen': p['chosen'] | {'ref_tokens': p['chosen']['ref_tokens'] + 1}} for p in content['pairs']]
-    refused('at step 0 the policy differs from the reference', pairs=shifted)
+    for n in (0, 23):                                                       # one pair, whichever it is
+        shifted = [p | {'chosen': p['chosen'] | {'ref_tokens': p['chosen']['ref_tokens'] + (i == n)}} for i, p in enumerate(content['pairs'])]
+        refused('at step 0 the policy differs from the reference', pairs=shifted)
     refused('has no pairs', pairs=[])
     where = f'{place}/out/other/rollouts/tokens.bin'
     whole = open(where, 'rb').read()
@@ -198,5 +240,6 @@ def test_refusals(trained):
     refused('all 24 pairs are held out', '--hold_out=0.99999')
     for flags, message in ((['--beta=0'], 'beta must be above 0'), (['--pair_weights=x'], "'linear', 'clip' or 'none'"), (['--learning_rate=0', '--stop_lr=0'], 'nothing would be trained')):
         refused(message, *flags)
-    assert 'unknown key' in script('dpo_train.py', place, 'other', '--betta=1', code=2)
+    for flag in ('--betta=1', '--weight_decay=0.1'):                        # it would decay the stop head's bias
+        assert 'unknown key' in script('dpo_train.py', place, 'other', flag, code=2)
     assert 'pairs.json does not exist' in script('dpo_train.py', place, 'nothing', 'config/dpo.py', f'--out_dir={place}/out', code=2)
