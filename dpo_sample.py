@@ -246,7 +246,7 @@ if __name__ == '__main__':
             fail(f'{newest}: these are adapters: merge.py makes a checkpoint of them')
         model, base = M.load_checkpoint(newest, device, compute) if engine == 'torch' else (None, vllm_gepard.read_config(newest)[1])
         cfg, policy_hash = model.cfg if model else vllm_gepard.read_config(base)[0], tensors_hash(base)
-        tokenizer = load_tokenizer(base)[0]
+        tokenizer, known = load_tokenizer(base)[0], M.language_tags(base)
     except BlockingIOError:
         fail(f'another run is writing to {folder}')
     except (OSError, ValueError, ImportError) as e:
@@ -255,14 +255,16 @@ if __name__ == '__main__':
     if voices and not cfg.num_queries:
         fail(f'{ckpt} has no voice cloning: leave out voices')
 
-    known = M.language_tags(base)
     if known and not language_tags:
         say(f"{ckpt} was trained with language tags ({', '.join(known)}): --language_tags=true puts each prompt's lang before its text")
     if not known and language_tags and any(p['lang'] for p in asked):
         say(f'{ckpt} does not say with which language tags it was trained: they are put as the prompts say')
+    bare = [p['id'] for p in asked if not p['lang']]
+    if known and language_tags and bare:
+        say(f'{len(bare)} of {len(asked)} prompts, such as {bare[0]}, have no lang and get no tag')
     texts = []                                                      # all are looked at before anything is written
     for p in asked:
-        if language_tags and known and p['lang'].lower() not in known:
+        if language_tags and known and p['lang'] and p['lang'].lower() not in known:
             fail(f"{prompts}: prompt {p['id']}: lang {p['lang']!r}, {ckpt} was trained with the language tags {', '.join(known)}")
         ids = encode_text(tokenizer, tagged(p['text'], p['lang'] if language_tags else ''))
         cap = frame_cap(p['text'], frame_rate, sec_base, sec_per_word, cap_multiple, cap_min, cap_max)

@@ -191,8 +191,12 @@ if __name__ == '__main__':
             metadata = gepard.read_json(os.path.join(newest, 'training_metadata.json'))
             base, before, measured = metadata['parent'], metadata['config'], metadata['evaluation']
             parent_kind = metadata.get('parent_kind')
-            moved = not full and parent_kind == 'folder' and not os.path.isdir(base)
-            base = (gepard.latest_checkpoint(ckpt) or ckpt) if moved else base      # load_adapter knows it by its hash
+            moved = parent_kind == 'folder' and not os.path.isdir(base)
+            if moved and not full:          # with full it is only a name
+                if ckpt == before['ckpt'] and not gepard.latest_checkpoint(ckpt):
+                    raise ValueError(f'{newest}: its base {base} is not there: --ckpt= names where it is now')
+                base = gepard.latest_checkpoint(ckpt) or ckpt       # load_adapter knows it by its hash
+                parent_kind = 'folder' if os.path.isdir(base) else 'hub'
             for key in [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]:
                 if key in FIXED and not (moved and key == 'ckpt'):
                     raise ValueError(f'{newest} was made with {key} {before[key]!r}, now it is {config[key]!r}: choose another out_dir')

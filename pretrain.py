@@ -388,11 +388,13 @@ try:
             fail(f"{newest} began with init_from {before['init_from']!r}, it cannot be {init_from!r} now: choose another out_dir")
         if all(codecs) and codecs[0] != codecs[1]:
             fail(f"{data} was encoded with another codec file of the name {meta['codec']['id']} than {newest} has learnt: its codes mean other sounds")
-        changed = [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]
         for key, value in metadata.get('regularizers', {}).items():     # a run keeps those that it began with
             if config[key] != value:
                 say(f'  {key} stays {value!r}, it is the run\'s')
             globals()[key] = config[key] = value
+        if num_queries and supcon_weight and min(P, K) < 2:
+            fail(f'SupCon (supcon_weight {supcon_weight}, the run\'s) needs P >= 2 and K >= 2, got P {P}, K {K}')
+        changed = [k for k in before if k in config and json.dumps(before[k]) != json.dumps(config[k])]
         audio |= dict.fromkeys(('supcon_dim', 'supcon_hidden'), 128 if num_queries and supcon_weight else 0)
         if metadata['corpus'].get('hop', meta['codec']['hop']) != meta['codec']['hop']:
             fail(f"{data} has frames of {meta['codec']['hop']} samples, {newest} has learnt such of {metadata['corpus']['hop']}")
@@ -529,7 +531,7 @@ say(f'batch: {batch_size} rows' + (f' = {P} speakers x {K} clips + {M} null rows
     f'= {batch_size * per_step:,} rows, about {batch_size * per_step * (mean_frames + mean_text + num_queries + 3):,.0f} tokens, '
     f'{batch_size * per_step * mean_frames / frame_rate:,.0f} s of audio a step')
 say(f'an epoch shows each row{" with a speaker" * (num_queries > 0)} {shown.mean():.2f} times ({shown.min()} to {shown.max()})' if len(shown) else 'no row has a speaker')
-if num_queries and not voiced.all():
+if num_queries and (speaker_of[train_rows] < 0).any():
     say(f'  and has {len(plan) * M:,} places for the {int((~voiced).sum()):,} null rows')
 say(f'{steps_per_epoch:,} steps an epoch, {total_steps:,} in all' + (f', {total_steps - step:,} to go' if step else ''))
 for g in ('backbone', 'embed', 'audio', 'ref'):

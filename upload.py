@@ -94,7 +94,7 @@ def cut(x):
     if isinstance(x, list):
         return [cut(v) for v in x]
     path = isinstance(x, str) and re.search(r'[/\\]', x) and '://' not in x and not hub_name(x) and (
-        LOCAL.match(x) or not training_state and (os.path.exists(x) or x.startswith(('out/', 'data/')) or not re.search(r'\s', x)))
+        LOCAL.match(x) and not (training_state and x[0] == '.') or not training_state and (os.path.exists(x) or x.startswith(('out/', 'data/')) or not re.search(r'\s', x)))
     return re.split(r'[/\\]', x.rstrip('/\\'))[-1] if path else x
 
 
@@ -143,7 +143,8 @@ def card(cfg, stages, tensors, published_dtype):
         how = ([f"LoRA rank {a['rank']}, alpha {a['alpha']} on {', '.join(a['targets'])}"] if a else []) + [f'{k} {c[k]}' for k in SETTINGS if c.get(k)]
         rows.append(f"| {m.get('stage', '')} | {m.get('step', '')} | {hours} | {'; '.join(how)} |")
         scores += [f"| {m.get('stage', '')} | {name} | {value} |" for name, value in scores_of(m.get('evaluation', {}))]
-    codec, voice = cfg.codec['codec_id'], (f' --language={min(tags)}' if tags else '') + ' --ref=voice.wav' * bool(cfg.num_queries)
+    known = M.language_tags(ckpt)
+    codec, voice = cfg.codec['codec_id'], (f' --language={known[0]}' if known else '') + ' --ref=voice.wav' * bool(cfg.num_queries)
     r = cfg.text_repetition
     parts = [f'---\n{data.to_yaml()}\n---\n\n# {repo.split("/")[1]}\n', f'''A text-to-speech model of the GEPARD kind: a Qwen3.5 decoder of {cfg.num_hidden_layers} full-attention layers, {sum(t.numel() for t in tensors) / 1e6:.1f}M
 parameters ({published_dtype}), reads text and predicts speech, one frame of {len(cfg.levels)} codec channels a step, {cfg.codec['sample_rate'] / 1024:.1f} frames a second.

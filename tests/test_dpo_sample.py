@@ -231,6 +231,9 @@ def test_refusals(place, tmp_path):
 def test_what_is_said_of_tags_and_caps(place, tmp_path):
     shutil.copytree(place / 'policy' / 'checkpoint-3', tmp_path / 'tagged')
     M.write_json(f'{tmp_path}/tagged/training_metadata.json', {'corpus': {'languages': ['de', 'en']}})
+    (tmp_path / 'mixed.jsonl').write_text('{"text": "four"}\n{"text": "dos", "lang": "de"}')        # a corpus may have a language without a tag
+    text = run(place, 'mixed', f'--ckpt={tmp_path}/tagged', f'--prompts={tmp_path}/mixed.jsonl', '--language_tags=true', '--rollouts=1', '--speakers_per_text=1')
+    assert '1 of 2 prompts, such as 1, have no lang and get no tag' in text
     text = run(place, 'said', f'--ckpt={tmp_path}/tagged', '--cap_max=30', '--rollouts=1', '--speakers_per_text=1')
     assert 'was trained with language tags (de, en): --language_tags=true' in text and '9 of 12 prompts, such as p1, are expected to last as long as their frame cap' in text
 

@@ -523,6 +523,7 @@ def test_a_base_that_has_changed_is_refused(ten, place, tmp_path, capsys):
     out = str(tmp_path / 'run')
     run(tmp_path, out, capsys, f'--data={place}/corpus', '--max_steps=2', '--save_interval=1', '--eval_interval=0')
     os.rename(tmp_path / 'base', tmp_path / 'elsewhere')            # the same weights: known by their hash
+    assert '--ckpt= names where it is now' in run(tmp_path, out, capsys, f'--data={place}/corpus', '--max_steps=3', '--eval_interval=0', code=2)
     run(tmp_path, out, capsys, f'--data={place}/corpus', f'--ckpt={tmp_path}/elsewhere', '--max_steps=3', '--save_interval=1', '--eval_interval=0')
     assert M.read_json(f'{out}/checkpoint-3/adapter_config.json')['parent'] == f'{tmp_path}/elsewhere/checkpoint-10'
     shutil.rmtree(f'{out}/checkpoint-3')

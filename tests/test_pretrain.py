@@ -263,8 +263,9 @@ def test_resume_keeps_what_the_run_began_with(ten, corpus, tmp_path):
     shutil.copytree(ten[0], fewer)
     shutil.rmtree(fewer + '/checkpoint-10')
     text = run(fewer, corpus, '--max_steps=6', '--min_text_tokens=3', '--supcon_weight=0.0', '--reg_start=7')
-    assert 'has other batches and starts over' in text and 'supcon_weight stays 0.3' in text and 'reg_start stays' in text
+    assert 'has other batches and starts over' in text and 'supcon_weight stays 0.3' in text and 'reg_start stays' in text and 'supcon_weight was' not in text
     assert M.read_json(fewer + '/checkpoint-6/training_metadata.json')['regularizers'] == M.read_json(fewer + '/checkpoint-5/training_metadata.json')['regularizers']
+    assert "(supcon_weight 0.3, the run's) needs P >= 2 and K >= 2, got P 1, K 1" in run(fewer, corpus, '--supcon_weight=0', '--P=1', '--K=1', '--M=7', '--batch_size=8', code=2)
     shutil.copytree(corpus, mine)
     meta = M.read_json(mine + '/meta.json')
     for digest, code in (('a' * 64, 0), ('b' * 64, 2)):

@@ -283,9 +283,9 @@ def test_training_state(hub, folder, capsys):
     for name in ('model.safetensors', 'resume.pt', 'resume.json', 'resume/shard-00001-model-00001-of-00001.safetensors', 'config.json', 'gepard_config.json'):
         assert files[name] == (folder / name).read_bytes(), name
     assert str(folder).encode() not in files['training_metadata.json']
-    for flags, want in (['--training_state'], 'data/mine'), ([], 'mine'):                # a run that goes on compares it
+    for flags, path, want in (['--training_state'], 'data/mine', 'data/mine'), (['--training_state'], '../mine', '../mine'), ([], 'data/mine', 'mine'), ([], '../mine', 'mine'):      # a run that goes on compares it
         metadata = M.read_json(f'{folder}/training_metadata.json')
-        M.write_json(f'{folder}/training_metadata.json', metadata | {'config': {'data': 'data/mine'}})
+        M.write_json(f'{folder}/training_metadata.json', metadata | {'config': {'data': path}})
         upload(capsys, folder, *flags)
         assert json.loads(hub.repos['you/name']['files']['training_metadata.json'])['config']['data'] == want
     assert 'leave out --dtype' in upload(capsys, folder, '--training_state', '--dtype=bfloat16', code=2)
