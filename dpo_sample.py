@@ -274,7 +274,7 @@ if __name__ == '__main__':
         texts.append((p, laid, len(ids), cap))
     long = [p['id'] for p, _, _, cap in texts if sec_base + sec_per_word * len(p['text'].split()) >= cap / frame_rate]
     if long:
-        say(f'{len(long)} of {len(texts)} prompts, such as {long[0]}, are expected to last as long as their frame cap or longer: most of what is spoken of them will be cut (--cap_max)')
+        say(f'{len(long)} of {len(texts)} prompts, such as {long[0]}, are expected to last as long as their frame cap or longer: most of what is spoken of them will be cut (--cap_max, --cap_multiple)')
 
     # ---- voices: rank 0 reads and encodes them once, the others find them in the folder
 

@@ -335,15 +335,18 @@ model.train()
 bad_steps, window, clock = 0, [], time.time()
 if step == 0:                                                           # nothing has been trained: policy = reference, or something is not what it seems
     model.eval()
-    own = pairs[rank::world] or pairs[:1]
+    own = pairs[rank::world]
+    some = own or pairs[:1]                                             # of more ranks than pairs
     with torch.no_grad():
-        r = [both_sides(own[n:n + 8 * batch_size]) for n in range(0, len(own), 8 * batch_size)]         # without gradients there is room for as many at once
+        r = [both_sides(some[n:n + 8 * batch_size]) for n in range(0, len(some), 8 * batch_size)]       # without gradients there is room for as many at once
     model.train()
     loss, margin, *drift = (torch.cat([b[k] for b in r]).abs() for k in ('loss', 'margin', 'chosen_drift', 'rejected_drift'))
-    worst = torch.stack([loss.max(), margin.max(), torch.cat(drift).max(), torch.cat(drift).mean()]).nan_to_num(nan=math.inf)
+    worst = torch.stack([loss.max(), margin.max(), torch.cat(drift).max()]).nan_to_num(nan=math.inf)
+    mean = torch.cat(drift)[:2 * len(own)].sum() / (2 * len(pairs))
     if ddp:
         dist.all_reduce(worst, dist.ReduceOp.MAX)
-    loss, margin, off, mean = worst.tolist()
+        dist.all_reduce(mean)
+    (loss, margin, off), mean = worst.tolist(), mean.item()
     # 16 bits round differently in other batches, most in rollouts of two or three frames
     allowed, usual = (x * (1 if length_normalize else 100) for x in ((1e-3, 1e-3) if compute == torch.float32 else (1.0, 0.05)))
     say(f'step 0, the largest of {len(pairs):,} pairs: loss {loss:.4f} (ln 2 = {math.log(2):.4f}), margin {margin:.4f}, log-probs {off:.1e} from the reference')

@@ -1224,7 +1224,8 @@ def language_tags(folder):
     """The tags that a checkpoint's corpora were built with, as its training_metadata.json says: sorted, [] = none or not known."""
     path = os.path.join(folder, 'training_metadata.json')
     stage = read_json(path) if os.path.exists(path) else {}
-    return sorted({tag for s in (stage, *stage.get('history', [])) for tag in s.get('corpus', {}).get('languages') or ()})
+    corpora = [s.get('corpus') for s in (stage, *(stage.get('history') or ()))]
+    return sorted({tag for c in corpora if isinstance(c, dict) for tag in c.get('languages') or ()})        # a stranger's may be a name
 
 
 def remove_unfinished(out_dir):

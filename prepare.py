@@ -379,6 +379,8 @@ def table_rows(source):
             yield from ((b, 'line is blank', {}) for b in blank)
             yield n, bad, {role: fields.get(c) for role, c in columns.items()}
             blank = []
+    if header is None and kind == 'jsonl' and os.path.getsize(path):
+        stop(f'{path}: no line of it is a JSON object')
 
 def open_lines(source):
     """(count, read, files, tokenized) of a table or a folder; read(start, end) gives (its rows, codes: None), and start must not go back."""
@@ -471,15 +473,16 @@ def open_hf(source, want):
             data = load(source['revision'])
         data = (data[split] if isinstance(data, dict) else data).with_format('arrow')
         schema = next(data.iter(1)).schema if streaming else data.features.arrow_schema
+        known = (load(None).info.splits or {}).get(split) if streaming else None        # what the Hub says, mostly of no named revision
     except Exception as e:                      # of many kinds: no such name, no network, no such split, no rows, a broken file
-        stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}")
+        hint = "; without 'streaming' what is cached will do" * (type(e).__name__ == 'OfflineModeIsEnabled' and streaming)
+        stop(f"{path}, split {split!r}: {type(e).__name__}: {' '.join(str(e).split())[:300]}{hint}")
     files = [] if source['revision'] else files_below(path, ('.parquet',)) if streaming else [f['filename'] for f in data.cache_files]
     if streaming and not files and not source['revision']:      # of other files a change would not be seen
         stop(f'{path}: no .parquet file in it')
     def count(most, text):
         if not streaming:
             return min(most, len(data))
-        known = (load(None).info.splits or {}).get(split)   # what the Hub says, mostly of no named revision; else one pass over the texts
         return min(most, known.num_examples) if known and known.num_examples else sum(map(len, data.select_columns([text]).take(most).iter(1024)))
     def batches(names):
         at, mapped = want[0], data
@@ -950,7 +953,8 @@ if __name__ == '__main__':
         stop(f"{'no row is left: ' * (not len(index))}{bad:,} of {total:,} rows are bad ({bad / total:.1%}), max_reject_share is {max_reject_share:.1%}: "
              f'see {new}/rejects.jsonl; if you mend rows, remove {building} before the next run')
     if not (index['split'] == 0).any():
-        stop(f'no row is left to train on: val_share {val_share} and val_speakers {val_speakers} hold out all {len(index):,}')
+        stop(f'no row is left to train on: val_share {val_share} and val_speakers {val_speakers} hold out all {len(index):,}'
+             + " that singleton_policy 'remove' has left" * (singleton_policy == 'remove' and bool(low.any())))
     save(f'{new}/index.bin', lambda f: f.write(index.tobytes()))
     save(f'{new}/meta.json', lambda f: f.write(json.dumps(meta, indent=1, ensure_ascii=False).encode()))
     corpus = Corpus(new)                            # sizes and ranges, once more, before it is shown

@@ -203,6 +203,7 @@ def pieces(frames):
 if stream:
     size = min(stream_frames, max_frames)
     if device.startswith('cuda'):
+        torch.cuda.synchronize(device)                                      # the codec has been loaded
         torch.cuda.set_stream(torch.cuda.Stream(device, priority=-1))       # of this thread, which decodes: not behind frames that are yet to be made
     nano.record([(1, size), (1, nano.context + size)])          # also measures how far the codec hears: before the clock, as loading is
 start, first = time.time(), None

@@ -228,6 +228,9 @@ def test_refusals(trained):
     for n in (0, 23):                                                       # one pair, whichever it is
         shifted = [p | {'chosen': p['chosen'] | {'ref_tokens': p['chosen']['ref_tokens'] + (i == n)}} for i, p in enumerate(content['pairs'])]
         refused('at step 0 the policy differs from the reference', pairs=shifted)
+    text = script('dpo_train.py', place, 'other', *FLAGS, ranks=2, code=1)  # the second rank's
+    mean = 1 / shifted[23]['chosen']['frames'] / 48
+    assert f', {mean:.3g} in the mean' in text and text.count('at step 0 the policy differs') == 1, text
     refused('has no pairs', pairs=[])
     where = f'{place}/out/other/rollouts/tokens.bin'
     whole = open(where, 'rb').read()

@@ -352,6 +352,8 @@ def test_odd_rows_are_counted_not_lost(tmp_path, fake):
     for first, reason in (('{"audio": \n', 'line is not JSON'), ('[1]\n', 'line is not a JSON object')):      # the first line is one as any other
         c = prepare(tmp_path / f'out_{len(first)}', ({'name': 'a', 'path': write(tmp_path / f'{len(first)}.jsonl', first + '{"audio": "0.wav", "text": "t"}\n')},), '--max_reject_share=0.5')
         assert [(r['line'], r['reason']) for r in rejects(c.path)] == [(1, reason)] and c.rows['line'].tolist() == [2]
+    array = ({'name': 'a', 'path': path}, {'name': 'b', 'path': write(tmp_path / 'array.jsonl', '[{"audio": "0.wav", "text": "t"}]\n')})
+    assert 'array.jsonl: no line of it is a JSON object' in prepare(tmp_path / 'none', array, '--max_reject_share=1')
     lines = [{'audio': {'bytes': 'abc'}}, {'audio': {'path': 5}}, {'audio': {'path': '0.wav'}}, {'lang': '\ud83d'}, {'lang': 'e\0s'}, {'lang': 7}, {'audio': 'a\0.wav'}, {'audio': 'x' * 5000}, {'text': {}}]
     path = write(tmp_path / 'odder.jsonl', ''.join(json.dumps({'audio': '1.wav', 'text': 't', 'lang': None, **x}) + '\n' for x in lines))
     c = prepare(tmp_path / 'out3', ({'name': 'a', 'path': path, 'columns': {'audio': 'audio', 'text': 'text', 'language': 'lang'}},), '--max_reject_share=1')

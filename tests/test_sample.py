@@ -80,6 +80,14 @@ def test_several_texts_each_as_alone(folder, capsys, tmp_path):
     assert len(a) == len(b) and np.abs(a - b).max() < 2e-4 and (tmp_path / 't-2.wav').exists()
 
 
+def test_more_texts_than_places(folder, capsys, tmp_path):
+    (tmp_path / 'many.txt').write_text('\n'.join(['one', 'two'] * 33))
+    speak(folder, capsys, f'--file={tmp_path}/many.txt', f'--out={tmp_path}/t.wav', '--max_seconds=0.3', '--seed=3')
+    speak(folder, capsys, '--text=two', f'--out={tmp_path}/alone.wav', '--max_seconds=0.3', '--seed=68')
+    a, b = (soundfile.read(tmp_path / n)[0] for n in ('t-66.wav', 'alone.wav'))
+    assert len(a) == len(b) and np.abs(a - b).max() < 2e-4
+
+
 def test_a_tag_is_put_once(folder, capsys, tmp_path):
     shutil.copytree(folder / 'checkpoint-7', tmp_path / 'es')
     M.write_json(f'{tmp_path}/es/training_metadata.json', {'corpus': {'languages': ['es']}})
