@@ -1095,7 +1095,7 @@ def local_or_hub(name, patterns):
     try:
         return snapshot_download(name, allow_patterns=patterns)
     except Exception as e:      # the client has many error types of its own
-        raise OSError(f"{name}: no such folder, and as a Hub name: {' '.join(str(e).split())[:200]}") from None
+        raise OSError(f"{name}: no such folder, and as a Hub name: {' '.join(str(e).split())[:400]}") from None
 
 
 def read_tensors(folder, file='model.safetensors'):

@@ -220,7 +220,8 @@ def read_audio(path, sample_rate, max_seconds=0.0):
             audio = f.read(dtype='float32', always_2d=True).mean(axis=1)
         short = len(audio) < frames or cut_short(path if file is path else file.getvalue(), log)
     except (soundfile.SoundFileError, OSError, TypeError) as e:     # TypeError: raw audio, which has no header
-        raise ValueError(f'audio unreadable: {e}')
+        why = getattr(e, 'error_string', str(e))                    # of a file that is there libsndfile may say that it is not
+        raise ValueError(f"audio unreadable: {path}: {'no audio that libsndfile knows' if 'does not exist' in why else why}")
     if short:
         raise ValueError(f'audio file truncated: {path}: {len(audio)} samples read, the header promises more')
     if not np.isfinite(audio).all():
@@ -747,7 +748,7 @@ if __name__ == '__main__':
             if not mine:
                 stop(f'{out_dir} is or holds files that are not a corpus: choose another --out_dir')
         begun, encoded = os.path.join(building, 'settings.json'), {k: v for k, v in settings.items() if k not in JOINED}
-        of_units = json.load(open(begun)) if os.path.exists(begun) else None
+        of_units = json.load(open(begun)) if os.path.exists(begun) and any(n.startswith('unit-') for n in os.listdir(building)) else None     # none yet: nothing to lose
         for folder, changed in ((out_dir, finished and differing(mine, settings)), (building, of_units and differing(of_units, encoded))):
             if changed and not overwrite:
                 stop(f"{folder} was made with other settings ({'; '.join(changed)}): choose another --out_dir, or --overwrite")

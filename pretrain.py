@@ -232,7 +232,7 @@ voices, all_clips = clips_by_speaker(corpus.split('train')), clips_by_speaker(np
 voiced = np.isin(speaker_of[train_rows], list(clips))
 if num_queries and len(clips) < P:
     fail(f'P {P} speakers a batch, but {data} has {len(clips)} with {K} training clips{of_length}: '
-         + ('lower P (and M or batch_size with it)' if len(clips) > 1 else 'config/no_vc.py trains without voice cloning'))
+         + (f'--P={len(clips)} --batch_size={len(clips) * K + M}, or ' * (len(clips) > 1) + 'config/no_vc.py, which trains without voice cloning'))
 if len(train_rows) < batch_size:
     fail(f'batch_size {batch_size}, but {data} has {len(train_rows)} training rows{of_length}')
 

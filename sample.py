@@ -1,7 +1,7 @@
 """
 Speaks a text with any checkpoint: text (and a reference clip for the voice) -> wav and a spectrogram picture.
 
-    python sample.py --ckpt=out/tiny --text="four two seven" --ref=voice.wav --out=out.wav
+    python sample.py --ckpt=out/tiny --text="four two seven" --ref=voice.wav
     python sample.py --ckpt=out/tiny --file=texts.txt --out=spoken/line.wav        # a line each: spoken/line-1.wav, ...
     python sample.py --ckpt=CHECKPOINT --text="Hola." --language=es                # where the training corpus was tagged
     python sample.py --ckpt=nineninesix/gepard-1.0 --text="Hello." --stream=true   # audio is written while it is made
@@ -18,7 +18,7 @@ file = ''                       # a UTF-8 file with one text a line
 language = ''                   # one of the language tags that the checkpoint was trained with, such as es: put before each text; '' = none
 ref = ''                        # audio file of the voice; its first max_ref_seconds are used
 prefix = 'auto'                 # 'auto' = the reference, else the null prefix; 'null'; 'none' = no prefix at all
-out = 'out.wav'                 # with several texts their number goes before the extension; a .png lies beside each
+out = 'out/sample.wav'          # with several texts their number goes before the extension; a .png lies beside each
 max_ref_seconds = 15.0          # training references are 3-15 s
 max_seconds = 14.0              # of speech; a text cut here is named
 temperature = 0.4               # 0 = arg-max
@@ -54,6 +54,8 @@ if prefix not in ('auto', 'null', 'none'):
     fail(f"--prefix is auto, null or none, got {prefix!r}")
 if ref and prefix != 'auto':
     fail(f'--ref and --prefix={prefix} contradict each other')
+if ref and not os.path.exists(ref):
+    fail(f'--ref: audio file not found: {ref}')
 if min(max_seconds, max_ref_seconds, repetition_penalty) <= 0 or stream_frames < 1 or min(temperature, top_k, cfg_frames) < 0:
     fail('max_seconds, max_ref_seconds, stream_frames and repetition_penalty must be above 0; temperature, top_k and cfg_frames not below')
 if not 0 < stop_threshold <= 1:

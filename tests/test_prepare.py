@@ -128,10 +128,12 @@ def test_odd_audio(tmp_path, fake):
     at = pcm.find(b'data') + 4
     for name, data, reason in (
             ('empty.wav', b'', 'audio file is empty'), ('half_header.wav', pcm[:20], 'audio unreadable'), ('header.wav', pcm[:at + 4], 'audio file truncated'),
-            ('cut.wav', pcm[:-2000], 'audio file truncated'), ('text.wav', b'no audio here\n' * 50, 'audio unreadable'), ('x.raw', b'abcd' * 999, 'audio unreadable'),
+            ('cut.wav', pcm[:-2000], 'audio file truncated'), ('text.wav', b'no audio here\n' * 50, 'audio unreadable'), ('text.mp3', b'no audio here\n' * 50, 'audio unreadable'), ('x.raw', b'abcd' * 999, 'audio unreadable'),
             ('pipe.wav', pcm[:4] + b'\xff' * 4 + pcm[8:at] + b'\xff' * 4 + pcm[at + 4:], 6)):     # written to a pipe: sizes unknown
         write(d / name, data)
         (bad if isinstance(reason, str) else good)[name] = reason
+    with pytest.raises(ValueError, match='text.mp3: no audio that libsndfile knows'):
+        read_audio(str(d / 'text.mp3'), 22050)
     flac = bytearray((d / 'flac.flac').read_bytes())
     flac[21], flac[22:26] = flac[21] & 0xF0, bytes(4)       # no total: written to a pipe
     write(d / 'pipe.flac', bytes(flac))
@@ -643,6 +645,14 @@ def test_what_only_the_join_needs_may_change_on_the_way(tmp_path, fake):
     assert files(prepare(out, (source,), '--val_speakers=1', '--val_share=0.2', '--singleton_policy=remove', '--min_clips_per_speaker=2').path) == want
     assert sys.modules['codec'].NanoCodec.calls == calls
     assert 'val_speakers: 1 there, 0 now' in prepare(out, (source,), '--val_share=0.2', '--singleton_policy=remove', '--min_clips_per_speaker=2')
+
+def test_a_source_can_be_mended_before_anything_is_encoded(tmp_path, fake):
+    """What was wrong with the columns is put right under the same name: no unit was there to lose."""
+    speech(tmp_path)
+    source = {'name': 'a', 'path': write(tmp_path / 'a.csv', 'file,sentence\n0.wav,one\n1.wav,two\n')}
+    assert "no column 'audio', 'text'" in prepare(tmp_path / 'out', (source,)) and os.path.exists(tmp_path / 'out.building/settings.json')
+    os.remove(tmp_path / 'out.building/lock')       # a process that ended lets go of its lock; this one lives on
+    assert len(prepare(tmp_path / 'out', (source | {'columns': {'audio': 'file', 'text': 'sentence'}},))) == 2
 
 def test_a_corpus_without_a_row_to_train_on_is_refused(tmp_path, fake):
     """Known at the join, by the settings' names. Other ones are joined from the units that are there."""

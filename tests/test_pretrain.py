@@ -199,7 +199,7 @@ def test_divergence_is_named_and_the_last_good_checkpoint_stays(ten, corpus, tmp
     (['--num_queries=0'], 'supcon_weight 0.3 needs voice cloning'),
     (['--null_prob=1.5'], 'null_prob must be in [0, 1)'),
     (['--data=/nowhere'], '/nowhere/meta.json does not exist'),
-    (['--P=6', '--batch_size=14'], 'lower P'),
+    (['--P=6', '--batch_size=14'], '--P=5 --batch_size='),
     (['--min_text_tokens=1000'], 'no training row of min_text_tokens 1000 or more'),
     (['--num_key_value_heads=3'], 'does not divide'),
     (['--max_position_embeddings=50'], 'max_position_embeddings 50'),
