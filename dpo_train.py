@@ -322,7 +322,7 @@ def record(values):
 
 def warn(values):
     """What usually goes wrong, in words."""
-    if values['chosen_drift'] < -0.05 and values['rejected_drift'] < -0.05:
+    if values['chosen_drift'] < min(-0.05, values['rejected_drift'] / 4) and values['rejected_drift'] < -0.05:
         say(f"  warning: chosen falls with rejected ({values['chosen_drift']:+.3f}, {values['rejected_drift']:+.3f} a frame): the policy leaves both; "
             'lower learning_rate or raise beta')
     if step <= max(warmup, 2 * log_interval) and values['accuracy'] == 1:       # never in the first lines: at step 0 every margin is 0

@@ -153,7 +153,7 @@ def test_kills(trained):
 def test_warnings(trained):
     """When chosen and rejected fall together; when every pair is right as soon as the policy has moved at all (a copy of the run on all pairs at once)."""
     place, text = trained
-    fell = [r['chosen_drift'] < -0.05 and r['rejected_drift'] < -0.05 for r in log(place, 'whole').values()]
+    fell = [r['rejected_drift'] < -0.05 and r['chosen_drift'] < -0.05 and r['chosen_drift'] < r['rejected_drift'] / 4 for r in log(place, 'whole').values()]
     assert text.count('warning: chosen falls with rejected') == sum(fell) and 0 < sum(fell) < len(fell)
     assert 'accuracy is 1.0' not in text                                    # it is, but not from the start
     shutil.copytree(f'{place}/out/other', f'{place}/out/warm')
