@@ -8,7 +8,7 @@ clipping, AdamW. Row lengths differ from step to step, as in training; how often
     python bench.py --modes=curve --data=data/tiny --steps=300      # loss of the same rows: padded and packed float32, packed bfloat16
     python bench.py --layers=2 --rows=4 --audio_seconds=20 --vocab=4096 --device=cpu --steps=2      # does it run at all
 """
-import json, math, time
+import math, time
 
 # -----------------------------------------------------------------------------
 modes = ('padded', 'packed', 'compiled')        # and 'curve'
@@ -70,7 +70,7 @@ class Padded(nn.Module):
         codes = M.unfold(b['codes'].long())                                                   # [B, F, K]
         frames = self.audio_embed_proj(torch.cat([e(codes[..., k]) for k, e in enumerate(self.audio_embeddings)], -1))
         frames = F.layer_norm(frames, frames.shape[-1:]) * self.audio_embed_scale
-        text, p = self.model.embed_tokens(b['text']), prefix.shape[1]
+        text = self.model.embed_tokens(b['text'])
         rows = [torch.cat((prefix[i].to(frames.dtype), text[i, :t].to(frames.dtype), frames[i, :f])) for i, (t, f) in enumerate(b['lengths'])]
         x = nn.utils.rnn.pad_sequence(rows, batch_first=True)                                 # [B, longest, d]
         h = self.model(inputs_embeds=x, attention_mask=b['mask']).last_hidden_state

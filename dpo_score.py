@@ -159,7 +159,7 @@ def table(report, other=None):
     """Lines of text; `other` report's numbers stand in front of an arrow."""
     columns = ('n', *KINDS, 'wer', 'length')
     number = lambda k, v: f'{v:d}' if k == 'n' else f'{v:.2f}' if k in ('wer', 'length') else f'{100 * v:.1f}%'
-    lines = [f"{'':24}" + ''.join(f"{ {'wer': 'med. wer', 'length': 'med. len'}.get(k, k):>{18 if other else 9}}" for k in columns)]
+    lines = [f"{'':24}" + ''.join(f'{k:>{18 if other else 9}}' for k in ('n', *KINDS, 'med. wer', 'med. len'))]
     for heading, rows in report.items():
         for name, r in rows.items():
             old = (other or {}).get(heading, {}).get(name)

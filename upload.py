@@ -94,7 +94,7 @@ def cut(x):
     if isinstance(x, list):
         return [cut(v) for v in x]
     path = isinstance(x, str) and re.search(r'[/\\]', x) and '://' not in x and not hub_name(x) and (
-        LOCAL.match(x) and not (training_state and x[0] == '.') or not training_state and (os.path.exists(x) or x.startswith(('out/', 'data/')) or not re.search(r'\s', x)))
+        LOCAL.match(x) and x[0] != '.' if training_state else LOCAL.match(x) or os.path.exists(x) or x.startswith(('out/', 'data/')) or not re.search(r'\s', x))
     return re.split(r'[/\\]', x.rstrip('/\\'))[-1] if path else x
 
 
